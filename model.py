@@ -6,7 +6,7 @@
     loss = model(tokens, targets)  # mean cross-entropy in nats per token; targets of -1 are ignored
     for token in model.generate(tokens, 100): ...
 
-Contents: GPTConfig; Attention, MLP, Block; 14 position schemes; GPT. At most 1,110 lines.
+Contents: GPTConfig; Attention, MLP, Block; 14 position schemes; GPT. At most 1,200 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
 vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
@@ -351,7 +351,7 @@ class NoPE(nn.Module):
         return kernels.attention(q, k, v, bias=bias, relative=relative, **mask)
 
     def earlier(self, x):
-        """The x (B, H, n, c) of other processes, which have the text before: (B, H, m, c)."""
+        """The x (B, H, n, c) of processes that have earlier tokens of the text: (B, H, m, c)."""
         return x[:, :, :0]
 
     def extend(self, method, factor, **options):
@@ -443,7 +443,7 @@ class Past:
 
     def __init__(self, scheme, layer, cache, docs):
         self.earlier = scheme.earlier
-        self.state = None if cache is None else cache.state.setdefault(layer, [])
+        self.state = [] if cache is None else cache.state.setdefault(layer, [])
         self.docs = docs  # (B, n) or None: the last T are those of x
         self.index = 0  # of what is read next
 
@@ -455,18 +455,18 @@ class Past:
         return x
 
     def read(self, x):
-        """What keep() was given before, or nothing, (B, H, 0, c); the parts of other processes,
-        if x is that of this one. keep() has to follow.
+        """What keep() was given in the last call: (B, H, m, c), or m = 0. keep() has to follow.
+
+        x (B, H, n, c): what other processes, which have later tokens, get from this one instead.
         """
-        is_kept = self.state is not None and self.index < len(self.state)
-        return self.state[self.index] if is_kept else self.earlier(x)
+        return self.state[self.index] if self.index < len(self.state) else self.earlier(x)
 
     def keep(self, x):
-        """Keep x (B, H, m, c) for the next call, in which read() returns it."""
-        if self.state is not None and self.index < len(self.state):
-            self.state[self.index].copy_(x)  # in place: a captured graph keeps its addresses
-        elif self.state is not None:
-            self.state.append(x.clone())
+        """Keep x (B, H, m, c) for the next call with the same cache."""
+        if self.index == len(self.state):
+            self.state.append(x.detach().clone())
+        else:  # in place: a captured graph keeps its addresses
+            self.state[self.index].copy_(x)
         self.index += 1
 
 

@@ -1,18 +1,17 @@
 """Positions that depend on the text: FoX of model.py, and three of examples/schemes.
 
-Golden numbers were computed by loops in numpy, without any code of this project.
+Their numbers are in test_example_schemes.py.
 """
 
 import json
 import os
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, assert_same_bits, assert_success, logged
 from process_cases import train_case
 
-from model import GPT, POSITIONS, GPTConfig
+from model import POSITIONS, Past
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.inference import FixedShapeStep, KVCache
@@ -28,66 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 @pytest.fixture(autouse=True)
 def schemes(entries_do_not_stay):
     load_entries(FILES.values(), POSITIONS)
-
-
-# -----------------------------------------------------------------------------
-# Golden numbers of one layer: x (7, 16), four query heads and two key heads of eight channels.
-
-GOLDEN = {  # the first four channels of head 0 at the last token, and the sum of all 224 numbers
-    "nope": "-0.0607534252 1.1502858820 0.6136272816 0.4425601940 -3.4590789198",
-    "rope": "-0.9398722929 0.4165943562 -0.8315500633 1.1071613973 -50.7819855957",
-    "fox": "0.1764876667 1.4139843212 1.0480370907 0.2910621379 8.3202306105",
-    "fox docs": "-2.2271559777 1.3911344301 0.3088880141 -0.2215148789 -9.4448572288",
-    "fox window": "-1.9043264394 1.6097080238 -0.0445310221 0.4707667905 4.1206706124",
-    "fox-rope": "-0.6204523302 0.7799121682 -0.2402618199 0.9052062838 -23.5262128924",
-    "selective_rope": "0.1381410102 1.3553984511 0.9538840345 0.3330578588 -15.2069701233",
-    "selective_rope docs": "-2.4513655362 1.1681365501 0.5065093896 -0.6571252815 -14.0714231216",
-    "repo": "0.4921803906 1.5571294623 1.5064433503 -0.0354766635 -13.9506367236",
-    "grape": "-0.2499638441 0.8529801759 0.2616778978 0.4273795043 -18.7188959139",
-}
-
-
-def numbers(seed, *shape, size=1.0):
-    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape) * size)
-
-
-def golden_parameters(pos):
-    if pos in ("fox", "fox-rope"):
-        return {"weight": numbers(5, 4, 16, size=0.3), "gate_bias": numbers(6, 4)}
-    if pos == "selective_rope":
-        down, up, taps = numbers(7, 32, 16), numbers(8, 8, 32), numbers(9, 4, 2, 4)
-        return {"down": down / 2, "up": up / 2, "taps": taps / 2}
-    if pos == "repo":
-        return {"gate": numbers(10, 2, 16), "value": numbers(11, 2, 16), "out": numbers(12, 2, 2)}
-    if pos == "grape":
-        return {"weight": numbers(13, 16, size=0.3), "shift": torch.tensor(0.5)}
-    return {}
-
-
-@pytest.mark.parametrize("case", GOLDEN)
-@torch.no_grad()
-def test_one_layer_has_the_golden_numbers(case):
-    """To the digits given; the tables of rope are float32 by design."""
-    pos, _, mask = case.partition(" ")
-    shape = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "n_embd": 16, "head_dim": 8}
-    window = 3 if mask == "window" else 0
-    model = GPT(GPTConfig(pos=pos, block_size=7, window=window, **shape)).double()
-    layer = model.blocks[0].attention
-    layer.o = torch.nn.Identity()
-    for projection, (seed, rows) in ((layer.q, (2, 32)), (layer.k, (3, 16)), (layer.v, (4, 16))):
-        projection.weight.copy_(numbers(seed, rows, 16, size=0.5))
-    for name, value in golden_parameters(pos).items():
-        p = getattr(model.pos, name)
-        p.copy_(value.reshape(p.shape))
-    if pos == "repo":
-        model.pos.first_layer = 0
-    docs = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]) if mask == "docs" else None
-    options = {"docs": docs, "positions": None}
-    y = layer(numbers(1, 7, 16)[None], model.pos, torch.arange(7), None, options)[0]
-    found = torch.cat((y[-1, :4], y.sum()[None]))
-    expected = torch.tensor([float(x) for x in GOLDEN[case].split()], dtype=torch.float64)
-    limit = 2e-6 if "rope" in pos.split("-") else 1e-9 if pos != "grape" else 1e-5
-    assert (found - expected).abs().max() < limit
 
 
 # -----------------------------------------------------------------------------
@@ -161,6 +100,31 @@ def test_steps_of_fixed_shape_in_one_graph_compute_the_same(pos, build):
     step.rewind()
     logits = torch.stack([run(token) for token in tokens[:, 20:].split(1, 1)], 1)
     assert (logits - expected).abs().max() < 1e-5  # they are float32
+
+
+@torch.no_grad()
+def test_a_cache_is_refilled_when_tables_change(build):
+    model = build("fox-rope")
+    model.extend("dynamic-ntk", 2)
+    tokens = torch.randint(0, 50, (2, 40))
+    for end in (24, 26, 32, 40):
+        expected = model(tokens[:, :end])[:, -1]
+        logits = decode(model, tokens[:, :end], range(20, end + 1))[:, -1]
+        assert (logits - expected).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("pos", SCHEMES)
+@torch.no_grad()
+def test_autocast_rounds_nothing_that_is_summed(pos, make):
+    model = make(pos=pos, n_kv_head=2)
+    x = torch.randn(2, 24, 32)
+    for hook in ("angles", "gates"):
+        results = []
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                results.append(getattr(model.pos, hook)(x, 1, Past(model.pos, 1, None, None)))
+        if results[0] is not None:
+            assert results[0].dtype == torch.float64 and torch.equal(*results)
 
 
 # -----------------------------------------------------------------------------
