@@ -75,8 +75,8 @@ def test_ssmax_multiplies_scores_by_s_log_n(settings, make):
 
 
 # -----------------------------------------------------------------------------
-# Golden numbers of schemes that read the text, FoX of model.py among them: one layer, x (7, 16), four
-# query heads and two key heads of eight channels, by loops in numpy without code of this project.
+# Golden numbers of schemes that read the text, FoX of model.py among them: one layer, x (7, 16), 4
+# query heads and 2 key heads of 8 channels, by loops in numpy, without code of this project.
 
 GOLDEN = {  # the first four channels of head 0 at the last token, and the sum of all 224 numbers
     "nope": "-0.0607534252 1.1502858820 0.6136272816 0.4425601940 -3.4590789198",
