@@ -166,8 +166,8 @@ def _rotate(x, cos, sin):
 def rotate_by(q, k, angles):
     """Rotate pairs of channels as rope(), by angles of each key head and token, with gradient.
 
-    q (B, H, T, D), k (B, Hk, T, D), angles (B, Hk or 1, T, R/2), float64: they may grow along the text.
-    The other arithmetic is float32, or float64 if q is.
+    q (B, H, T, D), k (B, Hk, T, D), angles (B, Hk or 1, T, R/2), float64, because they may grow
+    along the text. The other arithmetic is float32, or float64 if q is.
     """
     angles = torch.remainder(angles, 2 * math.pi).to(torch.promote_types(q.dtype, torch.float32))
     cos, sin = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)  # (B, Hk, 1, T, R/2)
@@ -331,8 +331,8 @@ def _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask):
 # the near ones lack, because a row of gradients sums to that of the log-sum-exp.
 #
 # Gates c_i - c_j go through flash attention for all keys before the chunk: c_i is a constant of
-# query i, which the log-sum-exp gets, and -c_j, a channel more of k. Each chunk counts c from its own
-# first query, in float64, because float32 rounds great numbers. Slopes are gates: c_i = -slope * i.
+# query i, which the log-sum-exp gets, and -c_j, a channel more of k. Each chunk counts c from its
+# own first query, in float64, as float32 rounds great numbers. Slopes are gates: c_i = -slope * i.
 #
 # That operator exists on CPUs only. Elsewhere, and if attention is not causal, all keys are near.
 

@@ -61,8 +61,8 @@ def attention(
                 (float64 if q is), with gradient.
     length      int64 (1,): the valid length of a cache of fixed capacity; only the first `length`
                 keys exist. Without gradient.
-    gates       None, or running sums c of log gates (B, H, Tk), float64: adds c_i - c_j to the score
-                of query i and key j (FoX, Lin et al. 2025), with gradient. Without bias and
+    gates       None, or running sums c of log gates (B, H, Tk), float64: adds c_i - c_j to the
+                score of query i and key j (FoX, Lin et al. 2025), with gradient. Without bias and
                 relative. The softmax does not see c_i, but the log-sum-exp does.
     plan        None, or a dict, empty at first, that calls with the same mask share, as the layers
                 of a step do: kernels keep in it what they work out of the mask. It changes nothing.
