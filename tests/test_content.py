@@ -18,6 +18,8 @@ from nanolong.inference import FixedShapeStep, KVCache
 
 FILES = {name: ROOT / f"examples/schemes/{name}.py" for name in ("selective_rope", "repo", "grape")}
 SCHEMES = ("fox", "fox-rope", *FILES)
+COMPILED = [pytest.param(pos, marks=pytest.mark.slow) for pos in SCHEMES[:1] + SCHEMES[3:]]
+COMPILED += ["fox-rope", "selective_rope"]
 ENTRIES = {"NANOLONG_ENTRY": ",".join(map(str, FILES.values()))}
 WINDOW = {"window": 9}
 
@@ -82,7 +84,7 @@ def test_a_text_is_the_same_however_it_is_given(pos, settings, build):
     assert (decode(model, after, cuts, **mask)[:, 13:] - whole).abs().max() < 1e-11
 
 
-@pytest.mark.parametrize("pos", SCHEMES)
+@pytest.mark.parametrize("pos", COMPILED)
 @torch.no_grad()
 def test_steps_of_fixed_shape_in_one_graph_compute_the_same(pos, build):
     """Also of a row that is padded, and after a rewind."""
@@ -149,7 +151,7 @@ def test_gradients_are_central_differences(pos, build):
                 assert abs(slope - grad.view(-1)[i]) < 1e-6 * grad.abs().max() + 1e-10
 
 
-@pytest.mark.parametrize("pos", SCHEMES)
+@pytest.mark.parametrize("pos", COMPILED)
 def test_checkpointing_changes_no_bit_and_the_model_is_one_graph(pos, build):
     model = build(pos, n_layer=2)
     tokens, targets = torch.randint(0, 50, (2, 2, 24)).unbind()
@@ -197,15 +199,15 @@ def test_processes_that_share_a_text_compute_it(processes, run):
 
 def test_two_processes_train_as_one(run, text_data, tmp_path):
     cases = []
-    for pos in SCHEMES:
-        train = {"dataset": str(text_data), "out_dir": str(tmp_path / f"two-{pos}")}
+    for pos, parallel in (("selective_rope", "ddp"), ("fox-rope", "fsdp")):
+        train = {"dataset": str(text_data), "out_dir": str(tmp_path / pos), "parallel": parallel}
         cases.append({"model": {"pos": pos}, "train": {**train, "max_iters": 6}})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     words = ("tests/process_cases.py", tmp_path / "cases.json")
     assert_success(run(*words, processes=2, env={**os.environ, **ENTRIES}))
     for case in cases:
         two = case["train"]["out_dir"]
-        case["train"]["out_dir"] = two + "-one"
+        case["train"] |= {"out_dir": two + "-one", "parallel": "ddp"}
         train_case(case)
         one = logged(two + "-one", "loss")
         assert len(one) > 3 and logged(two, "loss") == pytest.approx(one, abs=1e-5), two
