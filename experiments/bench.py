@@ -256,7 +256,8 @@ SETTINGS |= {"learning_rate": 1e-3, "warmup_iters": 1, "gradient_accumulation_st
 def time_training(cfg, device):
     """AdamW without dropout. In one process: a step of each model in turn (forward, backward,
     clipping, fused AdamW) on the same batch. Processes: each is a train.py on the same token files,
-    and counts as the median over the steps that it logs."""
+    and counts as the median over the steps that it logs; to the first step counts from its start,
+    imports included."""
     file = Path(cfg.nanogpt, "data/shakespeare_char/val.bin")
     repair = "give --nanogpt=PATH of a checkout of nanoGPT, and run prepare.py there"
     require(file.is_file(), f"{file} is missing: {repair}")
@@ -277,8 +278,11 @@ def time_training(cfg, device):
             rows += compare("one process", case, clocks, steps, *work, warmup)
             if name == "characters":
                 with tempfile.TemporaryDirectory() as folder:
-                    clocks = program_clocks(cfg, device, shape, dtype, compiled, Path(folder))
+                    programs = program_settings(cfg, device, shape, dtype, compiled, Path(folder))
+                    clocks = call_each(time_program, programs)
                     rows += compare("whole processes", case, clocks, cfg.rounds, *work)
+                    clocks = call_each(time_first_step, programs)
+                    rows += compare("to the first step", case, clocks, cfg.rounds, 1, "starts/s")
     return rows
 
 
@@ -320,26 +324,28 @@ def clock_step(model, dtype, compiled, x, y):
     return clock
 
 
-def program_clocks(cfg, device, shape, dtype, compiled, folder):
-    """Return the clocks of runs of nanoGPT's train.py and of ours, which use a folder."""
+def program_settings(cfg, device, shape, dtype, compiled, folder):
+    """Return the folder and the settings of nanoGPT's train.py and of ours, which use a folder."""
     dataset = shutil.copytree(Path(cfg.nanogpt, "data/shakespeare_char"), folder / "data")
     meta = {"tokenizer": None, "vocab_size": 65, "bos": None, "bos_default": False}
     write_json(dataset / "meta.json", meta)
     settings = {**SETTINGS, **shape, "device": device, "dtype": dtype, "compile": compiled}
     settings |= {"max_iters": WARMUP + cfg.steps, "out_dir": folder / "run"}
     theirs = {**settings, "dataset": "shakespeare_char", "bias": True}
-    clocks = {"nanoGPT": functools.partial(time_program, cfg.nanogpt, theirs)}
+    programs = {"nanoGPT": (cfg.nanogpt, theirs)}
     for name, architecture in ARCHITECTURES.items():
         ours = {**settings, **architecture, "dataset": dataset, "overwrite": True}
-        clocks[name] = functools.partial(time_program, ROOT, ours)
-    return clocks
+        programs[name] = (ROOT, ours)
+    return programs
+
+
+def call_each(clock, programs):
+    return {name: functools.partial(clock, *program) for name, program in programs.items()}
 
 
 def time_program(root, settings):
     """Run a train.py, and return the median milliseconds of the steps that it prints or logs."""
-    flags = [f"--{name}={value}" for name, value in settings.items()]
-    command = [sys.executable, "train.py", *flags]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    done = subprocess.run(command_of(settings), cwd=root, capture_output=True, text=True)
     require(done.returncode == 0, (done.stderr.strip().splitlines() or ["it failed"])[-1])
     times = re.findall(r"^iter \d+: .*?time ([\d.]+)ms", done.stdout, re.M)  # of nanoGPT
     if root == ROOT:
@@ -347,6 +353,21 @@ def time_program(root, settings):
         speeds = np.array([row["tokens_per_second"] for row in rows if "loss" in row])
         times = 1000 * settings["batch_size"] * settings["block_size"] / speeds
     return np.median(np.array(times[WARMUP:], float)).item()
+
+
+def time_first_step(root, settings):
+    """Return the milliseconds from the start of a train.py to the line of its first step."""
+    command = command_of(settings | {"max_iters": 1})
+    start = time.perf_counter()
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        lines = ((line, time.perf_counter()) for line in process.stdout)
+        ends = [end for line, end in lines if re.match("iter 0:|step 1/", line)]
+    require(ends, f"{root}/train.py printed no first step")
+    return 1000 * (ends[0] - start)
+
+
+def command_of(settings):
+    return [sys.executable, "-u", "train.py", *(f"--{n}={value}" for n, value in settings.items())]
 
 
 # -----------------------------------------------------------------------------

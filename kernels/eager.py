@@ -38,7 +38,31 @@ def linear(x, weight, bias=None):
     """
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         x = x.to(weight.dtype)  # of a model whose norms are wider than its matrices
+    if _are_few_rows(x, weight):
+        return _multiply_few_rows(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _are_few_rows(x, weight):
+    """Whether a decoding step's product takes the time of reading a large weight."""
+    n = x.shape[:-1].numel()
+    is_large = weight.device.type == "cpu" and weight.numel() >= 1 << 17
+    if torch.is_grad_enabled() or not is_large or n > 4:
+        return False
+    return x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+
+
+def _multiply_few_rows(x, weight, bias):
+    """Compute linear() as weight x^T, by which MKL reads the weight twice to four times as fast.
+
+    Of a single column it would do so on one thread only, so that is multiplied twice.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    n = len(rows)
+    columns = torch.cat((rows, rows)).t() if n == 1 else rows.t()
+    y = (weight @ columns)[:, :n].t()
+    y = y if bias is None else y + bias
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def linear_each(x, *layers):

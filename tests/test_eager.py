@@ -408,6 +408,18 @@ def small_chunks(size):
     return lambda x, weight: [slice(i, i + size) for i in range(0, len(x), size)]
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (3,), (2, 2), (5, 1)])
+def test_few_rows_are_multiplied_alike(shape, bias):
+    x, weight = (torch.randn(*size) for size in ((*shape, 131), (1009, 131)))
+    b = torch.randn(1009) if bias else None
+    right = F.linear(x.double(), weight.double(), b if b is None else b.double())
+    with torch.no_grad():
+        y = kernels.linear(x, weight, b)
+    torch.testing.assert_close(y.double(), right, rtol=1e-5, atol=1e-4)
+    assert torch.equal(kernels.linear(x, weight, b), F.linear(x, weight, b))  # with a graph
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("n_chunks, is_unrolled", [(16, True), (80, False)])
 def test_loss_of_many_chunks_is_not_unrolled(n_chunks, is_unrolled, reduction, monkeypatch):
