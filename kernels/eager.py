@@ -239,7 +239,8 @@ def attention(
     added = gates if bias is None else bias
     if added is not None:
         trains = torch.is_grad_enabled() and added.requires_grad
-        in_bands = in_bands or many_on_cpu or trains or H * Tq * Tk > MAX_SCORES
+        n_rows = H * Tq * (1 if gates is None else len(gates))
+        in_bands = in_bands or many_on_cpu or trains or n_rows * Tk > MAX_SCORES
     elif needs_mask:
         in_bands = in_bands or (many_on_cpu and Tk >= 512) or Tq * Tk > MAX_SCORES
 
