@@ -190,7 +190,7 @@ class Attention(nn.Module):
         # The more keys a query sees, the larger its scores.
         if self.query_scale != "none":
             q = self.scale_queries(q, pos[..., None, :, None])
-        # The scheme rotates them by positions, or by the text, or reads gates off the text.
+        # Rotate queries and keys by their positions, or by the text; compute gates from the text.
         past = Past(scheme, self.layer, cache, mask["docs"])
         q, k = scheme.rotate(q, k, pos, self.layer)
         angles = scheme.angles(x, self.layer, past)
@@ -435,10 +435,10 @@ class NoPE(nn.Module):
 
 
 class Past:
-    """The text before the tokens of a call: what a cache, or other processes, know of it.
+    """The text before the tokens of a call, of which a cache or other processes know.
 
-    A scheme that computes something along the text reads and keeps it here, in the same order in
-    every call, so that it is that of the whole text however this is cut.
+    What a scheme computes along the text is read and kept here, in the same order in every call.
+    So it is that of the whole text, however this is cut.
     """
 
     def __init__(self, scheme, layer, cache, docs):
@@ -448,7 +448,7 @@ class Past:
         self.index = 0  # of what is read next
 
     def sum(self, x):
-        """Sum x (B, H, T, n) along the text, in float64: of use are differences in a document."""
+        """Sum x (B, H, T, n) along the text, in float64. Use differences within a document."""
         x = x.to(torch.float32 if x.device.type == "mps" else torch.float64).cumsum(2)
         x = x + self.read(x[:, :, -1:]).sum(2, keepdim=True)
         self.keep(x[:, :, -1:])
