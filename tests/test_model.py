@@ -229,15 +229,15 @@ def test_checkpointing_recomputes_blocks_and_keeps_every_bit(pos, make):
     """With dropout; all is computed again in the backward pass, but fused attention."""
     model = make(pos=pos, n_kv_head=2, qk_norm="head", dropout=0.2).train()
     tokens = torch.randint(0, 50, (2, 24))
-    results = []
+    results, silus = [], []
     for checkpointing in (False, True):
         with Operators() as operators:
             results.append(loss_and_gradients(model, model, tokens, checkpointing))
         names = [name for name, _ in operators.calls if "backward" not in name]
-        passes = 2 if checkpointing else 1
-        assert sum("silu" in name for name in names) == 2 * passes  # one in each of two blocks
+        silus.append(sum("silu" in name for name in names))
         if pos in ("nope", "learned", "sinusoidal", "rope"):
             assert sum("dot_product" in name for name in names) == 2
+    assert silus[1] == 2 * silus[0] >= 4  # at least one in each of two blocks
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
