@@ -27,6 +27,7 @@ linear = eager.linear
 linear_each = eager.linear_each
 linear_cross_entropy = eager.linear_cross_entropy
 rms_norm = eager.rms_norm
+rotate_by = eager.rotate_by
 
 
 def rope(q, k, cos, sin):
@@ -51,8 +52,8 @@ def attention(q, k, v, *, bias=None, relative=None, length=None, plan=None, **op
 
     q, k = q.to(v.dtype), k.to(v.dtype)  # as in reference.py
     keys, values, offsets = relative or (None, None, None)
-    tensors = [x for x in (q, k, v, bias, keys, values, *(offsets or ())) if x is not None]
-    has_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    tensors = (q, k, v, bias, options.get("gates"), keys, values, *(offsets or ()))
+    has_grad = any(x is not None and x.requires_grad for x in tensors) and torch.is_grad_enabled()
     if length is not None or q.shape[2] <= 8 and not has_grad:
         return decode.attention(q, k, v, bias=bias, relative=relative, length=length, **options)
     return flash.attention(q, k, v, bias=bias, relative=relative, plan=plan, **options)

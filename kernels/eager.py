@@ -7,6 +7,7 @@ those of tokens leave their gradients, if a loss is summed. A CPU has paths of i
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -162,13 +163,32 @@ def _rotate(x, cos, sin):
     return y.to(x.dtype)
 
 
+def rotate_by(q, k, angles):
+    """Rotate pairs of channels as rope(), by angles of each key head and token, with gradient.
+
+    q (B, H, T, D), k (B, Hk, T, D), angles (B, Hk, T, R/2), float64: they may grow along the text.
+    The other arithmetic is float32, or float64 if q is.
+    """
+    angles = torch.remainder(angles, 2 * math.pi).to(torch.promote_types(q.dtype, torch.float32))
+    cos, sin = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)  # (B, Hk, 1, T, R/2)
+    half = cos.shape[-1]
+
+    def rotate(x):
+        groups = x.unflatten(1, (cos.shape[1], -1)).to(cos.dtype)  # (B, Hk, H / Hk, T, D)
+        a, b, rest = groups.split((half, half, x.shape[-1] - 2 * half), -1)
+        y = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+        return y.flatten(1, 2).to(x.dtype)
+
+    return rotate(q), rotate(k)
+
+
 # -----------------------------------------------------------------------------
 # Attention: by PyTorch's operator, or in bands
 
 
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None, plan=None,
+    causal=True, scale=None, return_lse=False, length=None, plan=None, gates=None,
 ):  # fmt: skip
     """Compute reference.attention(), whose docstring describes the arguments.
 
@@ -178,6 +198,8 @@ def attention(
         n = int(length)
         length = None
         k, v = k[:, :, :n], v[:, :, :n]
+        gates = None if gates is None else gates[..., :n]
+    assert gates is None or (bias is None and relative is None), "gates are with no other term"
     H, Tq, D = q.shape[1:]
     Tk = k.shape[2]
     scale = D**-0.5 if scale is None else scale
@@ -190,8 +212,9 @@ def attention(
     # also faster than a mask, but for one query or a short text.
     many_on_cpu = q.device.type == "cpu" and Tq > 1
     in_bands = return_lse or relative is not None
-    if bias is not None:
-        trains = torch.is_grad_enabled() and bias.requires_grad
+    added = gates if bias is None else bias
+    if added is not None:
+        trains = torch.is_grad_enabled() and added.requires_grad
         in_bands = in_bands or many_on_cpu or trains or H * Tq * Tk > MAX_SCORES
     elif needs_mask:
         in_bands = in_bands or (many_on_cpu and Tk >= 512) or Tq * Tk > MAX_SCORES
@@ -201,7 +224,7 @@ def attention(
     dtype = v.dtype
     wide = torch.promote_types(dtype, torch.float32)
     is_slow = many_on_cpu and Tk < 512
-    is_coarse = bias is not None and q.device.type != "cpu"
+    is_coarse = added is not None and q.device.type != "cpu"
     if not (in_bands or is_slow or is_coarse):
         wide = dtype
     q, k, v = q.to(dtype).to(wide), k.to(dtype).to(wide), v.to(wide)
@@ -212,8 +235,8 @@ def attention(
         no_autocast = torch.autocast(q.device.type, enabled=False)
     with no_autocast:
         if not in_bands:
-            return _attend_by_pytorch(q, k, v, bias, scale, mask, needs_mask).to(dtype)
-        y, lse = _attend_in_bands(q, k, v, bias, relative, scale, mask, length)
+            return _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask).to(dtype)
+        y, lse = _attend_in_bands(q, k, v, bias, relative, gates, scale, mask, length)
     return (y.to(dtype), lse) if return_lse else y.to(dtype)
 
 
@@ -248,12 +271,16 @@ class _Mask(NamedTuple):
             start, stop = start + int(found[0]), start + int(found[-1]) + 1
         return slice(start, stop)
 
+    def indices(self, rows, device):
+        """The indices (n,) among the keys of these queries, a slice."""
+        return torch.arange(rows.start, rows.stop, device=device) + self.q_start
+
     def visible(self, rows, keys, device):
         """Which keys, a slice or indices, each of these queries sees, and their distances.
 
         bool (1 or B, 1, n, keys) and int64 (n, keys), which is negative for later keys.
         """
-        query = torch.arange(rows.start, rows.stop, device=device) + self.q_start
+        query = self.indices(rows, device)
         key = torch.arange(self.n_keys, device=device)[keys]
         distance = query[:, None] - key
         seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -268,18 +295,21 @@ class _Mask(NamedTuple):
         return seen[:, None], distance
 
 
-def _attend_by_pytorch(q, k, v, bias, scale, mask, needs_mask):
+def _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask):
     """Compute attention by PyTorch's operator, with a mask if one is needed."""
-    added = None
-    if bias is not None or needs_mask:
+    added = scores = None
+    if bias is not None or gates is not None or needs_mask:
         rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
         added, distance = mask.visible(rows, keys, q.device)
-    if bias is not None:
         distance = distance.abs()
-        if bias.dim() == 1:
-            scores = -bias[:, None, None] * distance
-        else:
-            scores = bias[:, distance.clamp(max=bias.shape[1] - 1)]
+    if gates is not None:
+        of_queries = gates.index_select(2, mask.indices(rows, q.device))
+        scores = of_queries[..., None] - gates[:, :, None]
+    elif bias is not None and bias.dim() == 1:
+        scores = -bias[:, None, None] * distance
+    elif bias is not None:
+        scores = bias[:, distance.clamp(max=bias.shape[1] - 1)]
+    if scores is not None:
         added = scores.masked_fill(~added, float("-inf"))
         added = added.to(torch.promote_types(q.dtype, torch.float32))
     # a bool, also if a compiled length varies
@@ -300,9 +330,9 @@ def _attend_by_pytorch(q, k, v, bias, scale, mask, needs_mask):
 # its part. What distant scores have in common, as the last entry of a table, has the gradient that
 # the near ones lack, because a row of gradients sums to that of the log-sum-exp.
 #
-# Slopes go through flash attention from distance 1 on: -slope * (i - j) is a constant of query i,
-# which the log-sum-exp gets, and slope * j, a channel more of k. Each chunk counts from its own
-# first query, because float32 rounds great numbers.
+# Gates c_i - c_j go through flash attention for all keys before the chunk: c_i is a constant of
+# query i, which the log-sum-exp gets, and -c_j, a channel more of k. Each chunk counts c from its own
+# first query, in float64, because float32 rounds great numbers. Slopes are gates: c_i = -slope * i.
 #
 # That operator exists on CPUs only. Elsewhere, and if attention is not causal, all keys are near.
 
@@ -312,21 +342,25 @@ FLASH_DEVICES = ("cpu",)
 CHUNK = 128  # queries at a time on a CPU
 
 
-def _attend_in_bands(q, k, v, bias, relative, scale, mask, length):
+def _attend_in_bands(q, k, v, bias, relative, gates, scale, mask, length):
     """Compute attention in bands: the output, and the log-sum-exp (B, H, Tq)."""
     B, H, Tq, _ = q.shape
     Tk = k.shape[2]
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     keys, values, offsets = (None,) * 3 if relative is None else relative
-    bias = q.new_zeros(1, 1) if bias is None else bias.to(q.dtype)
-    has_slopes = bias.dim() == 1
-    trains = torch.is_grad_enabled() and bias.requires_grad
-    by_channel = has_slopes and keys is None and not trains
+    has_slopes = bias is not None and bias.dim() == 1
+    if has_slopes and mask.causal:
+        index = torch.arange(Tk, device=q.device)
+        gates = (-bias[:, None].double() * index)[None]  # (1, H, Tk)
+    if bias is None or gates is not None:
+        bias = q.new_zeros(1, 1)
+    elif has_slopes:
+        bias = -bias[:, None] * torch.arange(Tk, device=q.device)
+    bias = bias.to(q.dtype)
 
     # The first distance that is not near, and the number of queries at a time.
-    sizes = [x.shape[1] for x in (bias, keys) if x is not None and x.dim() > 1]
-    reach = max([2, *sizes]) - 1
-    if has_slopes and not by_channel or not mask.causal or q.device.type not in FLASH_DEVICES:
+    reach = max(2, *(x.shape[1] for x in (bias, keys) if x is not None)) - 1
+    if not mask.causal or q.device.type not in FLASH_DEVICES:
         reach = Tk
     if mask.window and not mask.sinks and mask.positions is None:
         reach = min(reach, mask.window)
@@ -338,8 +372,7 @@ def _attend_in_bands(q, k, v, bias, relative, scale, mask, length):
 
     # The terms of each distance, and of all distant keys.
     terms = functools.partial(_by_falling_distance, reach, n, mask.causal)
-    table = -bias[:, None] * torch.arange(reach + n, device=q.device) if has_slopes else bias
-    table = terms(table, float("-inf"))
+    table = terms(bias, float("-inf"))
     distant_k = distant_v = None
     if keys is not None:
         keys = keys.to(q.dtype)
@@ -353,10 +386,9 @@ def _attend_in_bands(q, k, v, bias, relative, scale, mask, length):
         values = values.to(q.dtype)
         distant_v = v + values[:, -1:]
         values = terms(values, 0)
-    slopes = bias if by_channel else None
     return _Bands.apply(
         (mask.window, mask.sinks, int(mask.causal), reach, n), scale,
-        q, k, v, distant_k, distant_v, table, keys, values, slopes,
+        q, k, v, distant_k, distant_v, table, keys, values, gates,
         mask.docs, mask.positions, length,
     )  # fmt: skip
 
@@ -392,9 +424,9 @@ class _Bands(torch.autograd.Function):
         dy = torch.zeros_like(y) if dy is None else dy
         is_compiling = torch.compiler.is_compiling()
         compute = _backward_operator if is_compiling else _attend_backward
-        more = (ctx.sizes, ctx.scale, ctx.needs_input_grad[7])
+        more = (ctx.sizes, ctx.scale, ctx.needs_input_grad[7], ctx.needs_input_grad[10])
         grads = iter(compute(dy, dlse, y, lse, tensors, *more))
-        return None, None, *[None if x is None else next(grads) for x in tensors[:8]], *[None] * 4
+        return None, None, *[None if x is None else next(grads) for x in tensors[:9]], *[None] * 3
 
 
 class _Call:
@@ -402,20 +434,19 @@ class _Call:
 
     def __init__(self, tensors, sizes, scale, has_channel):
         *tensors, docs, positions, length = tensors
-        q, k, v, distant_k, distant_v, self.table, self.keys, self.values, self.slopes = tensors
+        q, k, v, distant_k, distant_v, self.table, self.keys, self.values, self.gates = tensors
         window, sinks, causal, self.reach, self.n = sizes
         Tq, Tk = q.shape[2], k.shape[2] if length is None else int(length)
         self.scale = scale
         self.mask = _Mask(Tk - Tq, Tk, window, sinks, positions, docs, bool(causal))
         self.hides = self.mask.hides_keys()
         self.q, self.k, self.v = q.contiguous(), k.contiguous(), v.contiguous()
-        self.index = torch.arange(Tk, device=q.device)
-        # What flash attention takes, with a channel for slopes, or for the log-sum-exp's gradient.
+        # What flash attention takes, with a channel for gates, or for the log-sum-exp's gradient.
         distant_k = self.k if distant_k is None else distant_k
         distant_v = self.v if distant_v is None else distant_v
         self.distant = [self.q, distant_k, distant_v]
         if has_channel:
-            weight = 0.0 if self.slopes is None else 1 / scale
+            weight = 0.0 if self.gates is None else 1 / scale
             self.distant = [
                 F.pad(x, (0, 1), value=w) for x, w in zip(self.distant, (weight, 0, 0), strict=True)
             ]
@@ -439,6 +470,10 @@ class _Call:
             falling = slice(column + n + 1 - (rows.stop - i), columns.stop + n)
             yield rows, slice(start, seen.stop), columns, falling, slice(seen.start, start)
 
+    def indices(self, rows):
+        """The same slice of the keys."""
+        return slice(self.mask.q_start + rows.start, self.mask.q_start + rows.stop)
+
     def near_scores(self, rows, near, columns, falling):
         """Explicit scores (B, H, n, near)."""
         q = self.q[:, :, rows] * self.scale
@@ -446,6 +481,9 @@ class _Call:
         scores += self.near_table[:, : q.shape[2], columns]
         if self.keys is not None:
             scores += _distances_to_keys(q @ self.keys[:, falling].mT, scores.shape[3])
+        if self.gates is not None:
+            of_queries = self.gates[:, :, self.indices(rows), None]
+            scores += (of_queries - self.gates[:, :, None, near]).to(scores.dtype)
         if self.hides:
             seen, _ = self.mask.visible(rows, near, q.device)
             scores.masked_fill_(~seen, float("-inf"))
@@ -455,14 +493,13 @@ class _Call:
         """What flash attention takes for these scores, and what it lacks.
 
         q, k, v; a mask to add, and the queries that see no key, or None twice; what the scores of a
-        query have in common (H or 1, n or 1).
+        query have in common (H or 1, n or 1), or for each sequence.
         """
         shift = self.table[:, :1]
-        if self.slopes is not None:
-            first = self.mask.q_start + rows.start
-            shift = self.slopes[:, None] * (first - self.index)
-            self.distant[1][..., -1] = -shift
-            shift = shift[:, first : first + rows.stop - rows.start]
+        if self.gates is not None:
+            own = self.gates[:, :, self.indices(rows)]
+            self.distant[1][:, :, keys, -1] = (own[..., :1] - self.gates[:, :, keys]).to(shift)
+            shift = shift + (own - own[..., :1]).to(shift)
         added = is_blind = None
         if self.hides:
             seen, _ = self.mask.visible(rows, keys, self.q.device)
@@ -503,11 +540,12 @@ def _attend_forward(
 def _attend_backward(
     dy: Tensor, dlse: Tensor | None, y: Tensor, lse: Tensor,
     tensors: Sequence[Tensor | None], sizes: Sequence[int], scale: float, table_grad: bool,
+    gates_grad: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of those of the first eight tensors that there are."""
+    """The gradients of those of the first nine tensors that there are."""
     call = _Call(tensors, sizes, scale, tensors[8] is not None or dlse is not None)
-    grads = [None if x is None else x.new_zeros(x.shape) for x in tensors[:8]]
-    dq, dk, dv, distant_dk, distant_dv, dtable, dkeys, dvalues = grads
+    grads = [None if x is None else x.new_zeros(x.shape) for x in tensors[:9]]
+    dq, dk, dv, distant_dk, distant_dv, dtable, dkeys, dvalues, dgates = grads
     distant_dk = dk if distant_dk is None else distant_dk
     distant_dv = dv if distant_dv is None else distant_dv
     near_dtable = torch.zeros_like(call.near_table) if table_grad else None
@@ -529,6 +567,9 @@ def _attend_backward(
             ds += _distances_to_keys(g @ call.values[:, falling].mT, ds.shape[3])
             dvalues[:, falling] += _sum_to(_keys_to_distances(p).mT @ g, dvalues)
         ds.sub_(delta[..., None]).mul_(p)
+        if gates_grad:  # those of a query's scores sum to that of its log-sum-exp
+            dgates[:, :, call.indices(rows)] += _sum_to_batch(rest, dgates)
+            dgates[:, :, near] -= _sum_to_batch(ds.sum(-2), dgates)
         if table_grad:
             rest = rest - ds.sum(-1)
             near_dtable[:, : ds.shape[2], columns] += _sum_to(ds, dtable)
@@ -549,6 +590,8 @@ def _attend_backward(
             dq[:, :, rows] += far_dq[..., :D]
             distant_dk[:, :, distant] += far_dk[..., :D]
             distant_dv[:, :, distant] += far_dv[..., :D]
+            if gates_grad:
+                dgates[:, :, distant] -= _sum_to_batch(far_dk[..., D], dgates)
             if table_grad:
                 rest = rest if is_blind is None else rest.masked_fill(is_blind, 0)
                 dtable[:, :1] += _sum_to(rest, dtable).sum(1, keepdim=True)
@@ -560,6 +603,11 @@ def _attend_backward(
 def _sum_to(x, like):
     """x (B, H, ...) summed over B, and over H where all heads share a term (1, ...)."""
     return x.sum(0) if len(like) > 1 else x.sum((0, 1))[None]
+
+
+def _sum_to_batch(x, like):
+    """x (B, H, ...) summed over B where all sequences share a term (1, H, ...)."""
+    return x if len(like) > 1 else x.sum(0, keepdim=True)
 
 
 def _zero_outputs(q):
@@ -582,8 +630,8 @@ def _fake_outputs(tensors, sizes, scale):
 
 
 @_backward_operator.register_fake
-def _fake_gradients(dy, dlse, y, lse, tensors, sizes, scale, bias_grad):
-    return [x.new_empty(x.shape) for x in tensors[:8] if x is not None]
+def _fake_gradients(dy, dlse, y, lse, tensors, sizes, scale, table_grad, gates_grad):
+    return [x.new_empty(x.shape) for x in tensors[:9] if x is not None]
 
 
 def _distances_to_keys(x, n_keys):

@@ -34,7 +34,8 @@ def rope(q, k, cos, sin):
 
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None, plan=None, return_probabilities=False,
+    causal=True, scale=None, return_lse=False, length=None, plan=None, gates=None,
+    return_probabilities=False,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) v.
 
@@ -60,6 +61,9 @@ def attention(
                 (float64 if q is), with gradient.
     length      int64 (1,): the valid length of a cache of fixed capacity; only the first `length`
                 keys exist. Without gradient.
+    gates       None, or running sums c of log gates (B, H, Tk), float64: adds c_i - c_j to the score
+                of query i and key j (FoX, Lin et al. 2025), with gradient. Without bias and
+                relative. The softmax does not see c_i, but the log-sum-exp does.
     plan        None, or a dict, empty at first, that calls with the same mask share, as the layers
                 of a step do: kernels keep in it what they work out of the mask. It changes nothing.
 
@@ -70,6 +74,8 @@ def attention(
         k, v = k[:, :, :n], v[:, :, :n]
         positions = None if positions is None else positions[..., :n]
         docs = None if docs is None else docs[:, :n]
+        gates = None if gates is None else gates[..., :n]
+    assert gates is None or (bias is None and relative is None), "gates are with no other term"
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
     scale = D**-0.5 if scale is None else scale
@@ -102,6 +108,8 @@ def attention(
         score = score + (-bias[:, None, None] * distance).to(score.dtype)
     elif bias is not None:
         score = score + bias[:, distance.clamp(max=bias.shape[1] - 1)].to(score.dtype)
+    if gates is not None:
+        score = score + (gates[:, :, Tk - Tq :, None] - gates[:, :, None]).to(score.dtype)
     score = score.masked_fill(~visible[:, None], -math.inf)
 
     # Sum the values, and the vectors by distance.

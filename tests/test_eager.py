@@ -30,7 +30,9 @@ def is_visible(i, j, b, position, window, sinks, docs, causal):
     return docs is None or docs[b, i] == docs[b, j]
 
 
-def attention_by_loops(q, k, v, bias, window, sinks, positions, docs, causal, scale, relative=None):
+def attention_by_loops(
+    q, k, v, bias, window, sinks, positions, docs, causal, scale, relative=None, gates=None
+):  # fmt: skip
     """Attention and its log-sum-exp, one score at a time; differentiable."""
     keys, values, offsets = relative or (None, None, None)
     B, H, Tq, D = q.shape
@@ -51,6 +53,8 @@ def attention_by_loops(q, k, v, bias, window, sinks, positions, docs, causal, sc
         if keys is not None:
             product = product + (query + w) @ by_distance(keys, h, i - j)
         product = product * scale
+        if gates is not None:
+            return product + gates[b, h, i] - gates[b, h, j]
         if bias is None:
             return product
         if bias.dim() == 1:
@@ -107,6 +111,14 @@ ATTENTION_CASES = [
     {"docs": True},
     {"docs": True, "bias": 5, "window": 3, "Tq": 6},
     {"docs": True, "bias": "slopes", "Hk": 2, "sinks": 1, "window": 5},
+    {"gates": True},
+    {"gates": True, "Tq": 1, "Hk": 2},
+    {"gates": True, "Tq": 3, "scale": 0.3},
+    {"gates": True, "causal": False},
+    {"gates": True, "window": 4, "Hk": 3},
+    {"gates": True, "window": 4, "sinks": 2, "Tq": 9},
+    {"gates": True, "window": 6, "positions": "per sequence", "Tq": 5},
+    {"gates": True, "docs": True, "Hk": 1},
 ]
 
 
@@ -173,7 +185,9 @@ def test_attention_and_its_gradients_match_loops(case, rng, monkeypatch):
         bias = leaf(H) if case["bias"] == "slopes" else leaf(H, case["bias"])
     options = {**random_mask(case, B, Tk, rng), "scale": case.get("scale", D**-0.5)}
     terms = {"bias": bias, "relative": None if keys is None else (keys, values, offsets)}
-    leaves = [x for x in (q, k, v, bias, keys, values, *(offsets or ())) if x is not None]
+    terms["gates"] = leaf(B, H, Tk) if case.get("gates") else None
+    leaves = [q, k, v, bias, terms["gates"], keys, values, *(offsets or ())]
+    leaves = [x for x in leaves if x is not None]
     weights = [torch.randn(B, H, Tq, D), torch.randn(B, H, Tq)]
     expected = attention_by_loops(q, k, v, **terms, **options)
     expected_grads = gradients(expected, leaves, weights)
@@ -232,6 +246,35 @@ def test_slopes_are_exact_over_16k_tokens(slope, dtype, limit):
     found, right = (torch.autograd.grad(x, (q, k, v), weight.to(x.dtype)) for x in (y, expected))
     for a, b in zip(found, right, strict=True):
         assert (a.double() - b.double()).norm() < 2 * limit * b.double().norm()
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("mean", [0, 3.5])
+def test_gates_are_exact_over_16k_tokens(mean, dtype, limit):
+    """Their sum reaches -13,400, which float32 rounds by 1e-3; weak gates see far."""
+    T, D = 16384, 4
+    q, k, v = (torch.randn(1, 1, T, D).to(dtype).requires_grad_() for _ in range(3))
+    logits = torch.randn(1, 1, T).double() + mean
+    gates = F.logsigmoid(logits).cumsum(2).requires_grad_()
+    rows = torch.tensor([0, 1, 127, 128, 9000, *range(16100, 16150)])  # around a border of chunks
+    y, lse = eager.attention(q, k, v, gates=gates, return_lse=True)
+    y, lse = y[:, :, rows], lse[:, :, rows]
+    wide = [x.double() for x in (q, k, v)]
+    scores = wide[0][:, :, rows] @ wide[1].mT * D**-0.5
+    scores = scores + gates[:, :, rows, None] - gates[:, :, None]
+    scores = scores.masked_fill(rows[:, None] < torch.arange(T), -math.inf)
+    expected, expected_lse = scores.softmax(-1) @ wide[2], scores.logsumexp(-1)
+    assert (y - expected).norm() < limit * expected.norm()
+    assert (lse - expected_lse).abs().max() < 1e-5
+    weight = torch.randn_like(y)
+    found, right = (
+        torch.autograd.grad(x, (q, k, v, gates), weight.to(x.dtype)) for x in (y, expected)
+    )
+    for a, b in zip(found, right, strict=True):
+        assert (a.double() - b).norm() < 2 * limit * b.norm()
+    # the gradient of log f, a sum over all later tokens and their rounding
+    a, b = (x.flip(-1).cumsum(-1) for x in (found[3], right[3]))
+    assert (a - b).norm() < max(2 * limit, 1e-4) * b.norm()
 
 
 @pytest.mark.parametrize("hides", ["documents", "window"])
