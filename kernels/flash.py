@@ -50,11 +50,12 @@ sum, so that the (T, T) scores are never stored. What the tutorial does not have
    delta: the dQ kernel, which runs first, adds up each row and corrects delta for the others.
 
 7. Gates (arXiv 2503.02130). c (B, H, Tk) are sums of log gates along the text. They pass -10^4, of
-   which float32 keeps too few digits. So c arrives as a sum of two float32 numbers, and a tile
-   counts from its first query. A key adds its number to the scores; that of a query is the same
+   which float32 keeps too few digits. So c arrives as a sum of two float32 numbers, and a program
+   counts from its middle token. A key adds its number to the scores; that of a query is the same
    for all keys, so only the log-sum-exp gains it. The gradient of c_j is -dS summed over column j,
    which the program of the key has. Row i of dS sums to the gradient of the log-sum-exp, which is
    what c_i gains. Sums of this gradient along the text need the corrected delta, as tables do.
+   (Not float64: each thread needs the numbers of many keys, and most cards are slow at it.)
 
 Scratch memory is O(T + H m). Nothing is autotuned: TILES fixes the tile sizes, so that all
 processes of a run compute the same bits.
@@ -107,7 +108,7 @@ class Call(NamedTuple):
     qr: Rows  # the queries that meet the relative keys
     bias: Rows  # slopes (H,), a table (H, m) or relative keys (H or 1, m, D); t: distances
     rel_v: Rows  # relative values, as the keys
-    gates: Rows  # in two parts (B, H, Tk, 2), log2 units: see in_two_parts()
+    gates: Rows  # in log2 units, of in_two_parts(); in decode.py float64, as they are given
     pos: Rows  # positions for the window, if they are not the indices
     docs: Rows
     Tq: int
@@ -265,24 +266,30 @@ def _load_constant(call, bias, qr):
 
 
 @triton.jit
+def _load_gates(call, gates, i):
+    """Load both parts of c_i of a head; past the end, of the last token."""
+    parts = tl.load(gates.ptr + tl.minimum(i, call.Tk - 1) * gates.t)
+    low = parts.to(tl.int32).to(tl.float32, bitcast=True)
+    return (parts >> 32).to(tl.int32).to(tl.float32, bitcast=True), low
+
+
+@triton.jit
 def _gates_since(call, gates, start, i):
-    """Compute c_i - c_start in float32, for the gates c of a head; past the end i is the last."""
-    first = gates.ptr + start * gates.t
-    at = gates.ptr + tl.minimum(i, call.Tk - 1) * gates.t
-    return (tl.load(at) - tl.load(first)) + (tl.load(at + 1) - tl.load(first + 1))
+    """Compute c_i - start in float32, for a start that is near c_i where it matters."""
+    high, low = _load_gates(call, gates, i)
+    return (high - start) + low
 
 
 @triton.jit
 def _scores(
-    call, bias, gates, q, qr, k, constant, i0, n0, r, c,
-    IS_CLIPPED: tl.constexpr, FLIP: tl.constexpr,
-):  # fmt: skip
+    call, bias, q, qr, k, constant, i0, n0, r, c, IS_CLIPPED: tl.constexpr, FLIP: tl.constexpr
+):
     """The scores of a tile, in log2 units, are s * factor + shift: returns the three.
 
     factor is a number, and shift a number or one for each query. So the scale, and what is the same
     for all keys, cost no multiplication or addition of their own: a maximum is taken before them,
     and then there is one multiply-add an element in the exponent.
-    constant: from _load_constant(). With gates all scores of query i lack c_i - c_i0.
+    constant: from _load_constant(); with gates, of each key from _gates_since().
     """
     s = tile_product(call, q, k, FLIP)
     factor = call.scale
@@ -315,9 +322,9 @@ def _scores(
             shift = constant * call.scale
         else:
             s += _vector_products(call, qr, bias, d0, r, c, FLIP)
-    elif gates is not None:
+    elif call.gates is not None:
         factor = 1.0
-        _, of_key = _pair(r, _gates_since(call, gates, i0, n0 + c), FLIP)
+        _, of_key = _pair(r, constant, FLIP)
         s = s * call.scale - of_key
     return s, factor, shift
 
@@ -410,6 +417,8 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
     # the queries, and what their bias needs
     m0 = block * BM
     i0 = call.Tk - call.Tq + m0
+    if gates is not None:
+        start, _ = _load_gates(call, gates, i0 + BM // 2)
     q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
     qr = q if call.qr is None else load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
     constant = _load_constant(call, bias, qr)
@@ -426,8 +435,11 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
                 # scores of the tile
                 n0 = n * BN
                 k = load_rows(call, k_head, n0, c, call.Tk, segment < WHOLE)
+                of_tile = constant
+                if gates is not None:
+                    of_tile = _gates_since(call, gates, start, n0 + c)
                 s, factor, shift = _scores(
-                    call, bias, gates, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, False
+                    call, bias, q, qr, k, of_tile, i0, n0, r, c, segment == CLIPPED, False
                 )
                 if segment < WHOLE:
                     visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, False)
@@ -455,11 +467,11 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
     if rel_v is not None:
         acc += clipped_mass[:, None] * _last_vector(call, rel_v)[None, :]
     store_rows(call, head_rows(OUT, b, h), m0, r, call.Tq, acc / row_sum[:, None])
-    row = (b * tl.num_programs(1) + h) * call.Tq + m0 + r
+    to = LSE + ((b * tl.num_programs(1) + h) * call.Tq + m0 + r)
     lse = row_max + tl.log2(row_sum)
     if gates is not None:
-        lse += _gates_since(call, gates, i0, i0 + r)
-    tl.store(LSE + row, lse, mask=m0 + r < call.Tq)
+        lse += _gates_since(call, gates, start, i0 + r)
+    tl.store(to, lse, mask=m0 + r < call.Tq)
 
 
 # -----------------------------------------------------------------------------
@@ -492,7 +504,8 @@ def _dq_kernel(
     in_range = m0 + r < call.Tq
     lse = tl.load(LSE + row, mask=in_range, other=float("inf"))  # past the last query P is 0
     if gates is not None:
-        lse -= _gates_since(call, gates, i0, i0 + r)
+        start, _ = _load_gates(call, gates, i0 + BM // 2)
+        lse -= _gates_since(call, gates, start, i0 + r)
     dlse = tl.load(DLSE + row, mask=in_range, other=0.0)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
 
@@ -508,8 +521,11 @@ def _dq_kernel(
                 # probabilities of the tile
                 n0 = n * BN
                 k = load_rows(call, k_head, n0, c, call.Tk, segment < WHOLE)
+                of_tile = constant
+                if gates is not None:
+                    of_tile = _gates_since(call, gates, start, n0 + c)
                 s, factor, shift = _scores(
-                    call, bias, gates, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, False
+                    call, bias, q, qr, k, of_tile, i0, n0, r, c, segment == CLIPPED, False
                 )
                 p = tl.exp2(s * factor - (lse - shift)[:, None])
                 if segment < WHOLE:
@@ -573,6 +589,9 @@ def _dkdv_kernel(
         gates = head_rows(call.gates, b, h)
         row = (b * H + h) * call.Tq
         head_constant = 0.0 if call.KIND == VECTORS else _load_constant(call, bias, k)
+        if gates is not None:
+            start, _ = _load_gates(call, gates, n0 + BN // 2)
+            head_constant = _gates_since(call, gates, start, n0 + c)
         dkey = tl.zeros([BN], tl.float32)
         for segment in tl.static_range(1, 5):
             if segment < CLIPPED or call.KIND >= TABLE:
@@ -589,9 +608,8 @@ def _dkdv_kernel(
                     if call.KIND == VECTORS and segment == CLIPPED:
                         constant = _last_product(call, qr, bias)
                     s, factor, shift = _scores(
-                        call, bias, gates, q, qr, k, constant, i0, n0, r, c,
-                        segment == CLIPPED, True,
-                    )  # fmt: skip
+                        call, bias, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, True
+                    )
                     if segment < WHOLE:
                         in_range = m0 + r < call.Tq
                         lse = tl.load(LSE + row + m0 + r, mask=in_range, other=float("inf"))
@@ -600,7 +618,7 @@ def _dkdv_kernel(
                         lse = tl.load(LSE + row + m0 + r)
                         delta = tl.load(DELTA + row + m0 + r)
                     if gates is not None:
-                        lse -= _gates_since(call, gates, i0, i0 + r)
+                        lse -= _gates_since(call, gates, start, i0 + r)
                     p = tl.exp2(s * factor - (lse - shift)[None, :])
                     if segment < WHOLE:
                         visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, True)
@@ -1014,12 +1032,13 @@ def per_distance(x):
 
 
 def in_two_parts(gates):
-    """Gates (B, H, T) float64 as (B, H, T, 2) float32 in log2 units: rounded, and what that lost."""
+    """Gates (B, H, T) float64 as two float32 numbers in the bits of one int64, in log2 units."""
     if gates is None:
         return None
     gates = gates * LOG2E
     high = gates.float()
-    return torch.stack((high, (gates - high).float()), -1)
+    low = (gates - high).float()
+    return torch.stack((low, high), -1).view(torch.int64)[..., 0]
 
 
 def make_call(q, qr, k, v, bias, rel_v, gates, docs, positions, window, sinks, causal, scale):
@@ -1240,9 +1259,7 @@ def sum_by_distance(grad, partial, total, is_reached, d0, BM):
 
 
 def _empty_grads(q, qr, k, v, bias, rel_v, gates, bias_grad):
-    """Empty dq, dqr, dk, dv, and float32 dbias, drel_v, dgates; of size 0 if x or its gradient is
-    not there.
-    """
+    """Empty dq, dqr, dk, dv, and float32 dbias, drel_v and dgates; of size 0 if there is none."""
     grads = [q.new_empty(0) if x is None else empty_output(x) for x in (q, qr, k, v)]
     terms = bias, rel_v, gates
     shapes = [x.shape if bias_grad and x is not None else (0,) for x in terms]
@@ -1351,9 +1368,7 @@ def prepare(q, k, v, bias, relative, gates, positions, docs, scale):
     require(n_terms < 2, "two of bias, relative and gates are given: use one of them")
     if gates is not None:
         fits = gates.shape == (B, H, Tk) and gates.dtype == torch.float64
-        require(
-            fits, "gates are {} {}: use ({}, {}, {}), float64", gates.shape, gates.dtype, B, H, Tk
-        )
+        require(fits, "gates are {}, {}: use (B, H, Tk), float64", gates.shape, gates.dtype)
         return q, None, k, v, None, None, gates
     if bias is not None:
         fits = bias.shape[:1] == (H,) and bias.dim() < 3 and bias.numel()
