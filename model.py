@@ -6,7 +6,7 @@
     loss = model(tokens, targets)  # mean cross-entropy in nats per token; targets of -1 are ignored
     for token in model.generate(tokens, 100): ...
 
-Contents: GPTConfig; Attention, MLP, Block; 12 position schemes; GPT. At most 1,110 lines.
+Contents: GPTConfig; Attention, MLP, Block; 14 position schemes; GPT. At most 1,200 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
 vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import kernels
 import rope_scaling
-from nanolong.errors import require
+from nanolong.errors import note, require
 
 
 class ContextLengthWarning(UserWarning):
@@ -57,7 +57,7 @@ class GPTConfig:
     dropout: float = 0.0  # fraction of activations dropped in training
     # [position]
     # the scheme: nope, learned, sinusoidal, shaw, nezha, xl, t5, alibi, kerple, kerple-power,
-    # sandwich or rope
+    # sandwich, rope, fox or fox-rope
     pos: str = "rope"
     rope_base: float = 10000.0  # rope: wavelengths run from 2 pi to about 2 pi rope_base tokens
     # rope: the base in layers with a window, if others have none (Gemma 3); 0: rope_base
@@ -190,9 +190,18 @@ class Attention(nn.Module):
         # The more keys a query sees, the larger its scores.
         if self.query_scale != "none":
             q = self.scale_queries(q, pos[..., None, :, None])
-        # Attend, with the scheme's rotation or bias.
+        # The scheme rotates them by positions, or by the text, or reads gates off the text.
+        past = Past(scheme, self.layer, cache, mask["docs"])
+        q, k = scheme.rotate(q, k, pos, self.layer)
+        angles = scheme.angles(x, self.layer, past)
+        if angles is not None:
+            q, k = kernels.rotate_by(q, k, angles)
+        gates = scheme.gates(x, self.layer, past)
+        # Attend, with the scheme's gates or bias.
         scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
         options = {"window": self.window, "sinks": self.sinks, "scale": scale, **mask}
+        if gates is not None:
+            options["gates"] = gates
         if self.sink_scores is None:
             y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
         else:  # a score without a value takes part in each softmax; lse is that of the others
@@ -260,8 +269,8 @@ class Block(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# Position schemes. To add one, derive a class from NoPE, override one of the four hooks (embed,
-# rotate, bias, relative) and add a line to POSITIONS.
+# Position schemes. To add one, derive a class from NoPE, override one of the six hooks (embed,
+# rotate, bias, relative; of the text: angles, gates) and add a line to POSITIONS.
 
 
 class NoPE(nn.Module):
@@ -278,8 +287,8 @@ class NoPE(nn.Module):
     needs_whole_text = False  # True: attend() needs the queries of the whole text, not cached keys
 
     def __init_subclass__(cls):
-        if "bias" in vars(cls) or "relative" in vars(cls):
-            cls.by_index = True  # both count distances between indices
+        if vars(cls).keys() & {"bias", "relative", "angles", "gates"}:
+            cls.by_index = True  # they count distances between indices, or sum along the text
 
     def __init__(self, config):
         super().__init__()
@@ -290,7 +299,7 @@ class NoPE(nn.Module):
         self._length = None  # the input's that the tables of a dynamic method are for
         self._tables_version = None  # changes with the tables; cached keys are then stale
 
-    # The four hooks.
+    # The six hooks.
 
     def embed(self, x, pos):
         """Add to the token embeddings x (B, T, C)."""
@@ -314,18 +323,36 @@ class NoPE(nn.Module):
         """
         return None
 
+    def angles(self, x, layer, past):
+        """Rotate by the text: None, or the angles, float64 (B, Hk or 1, T, R/2).
+
+        x (B, T, C): what queries and keys are projected from; past: a Past, for what is summed.
+        """
+        return None
+
+    def gates(self, x, layer, past):
+        """Forget by the text: None, or c, float64 (B, H, T); c_i - c_j is added to the score of
+        query i and key j. x and past are those of angles().
+        """
+        return None
+
     # Attention and context extension.
 
     def attend(self, q, k, v, pos, layer, cache, **mask):
         """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D)."""
-        q, k = self.rotate(q, k, pos, layer)
         if cache is None:
             bias = self.bias(k.shape[2], layer)
             relative = self.relative(k.shape[2], layer)
         else:
             k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
+            if "gates" in mask:
+                mask["gates"] = cache.update_gates(layer, mask["gates"])
             bias, relative = cache.position_terms(self, layer, k.shape[2])
         return kernels.attention(q, k, v, bias=bias, relative=relative, **mask)
+
+    def earlier(self, x):
+        """The x (B, H, n, c) of processes that have earlier tokens of the text: (B, H, m, c)."""
+        return x[:, :, :0]
 
     def extend(self, method, factor, **options):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""
@@ -405,6 +432,42 @@ class NoPE(nn.Module):
             no_float64 = device.type == "mps" and table.dtype == torch.float64
             setattr(self, name, table.to(device, torch.float32 if no_float64 else table.dtype))
         return self
+
+
+class Past:
+    """The text before the tokens of a call: what a cache, or other processes, know of it.
+
+    A scheme that computes something along the text reads and keeps it here, in the same order in
+    every call, so that it is that of the whole text however this is cut.
+    """
+
+    def __init__(self, scheme, layer, cache, docs):
+        self.earlier = scheme.earlier
+        self.state = [] if cache is None else cache.state.setdefault(layer, [])
+        self.docs = docs  # (B, n) or None: the last T are those of x
+        self.index = 0  # of what is read next
+
+    def sum(self, x):
+        """Sum x (B, H, T, n) along the text, in float64: of use are differences in a document."""
+        x = x.to(torch.float32 if x.device.type == "mps" else torch.float64).cumsum(2)
+        x = x + self.read(x[:, :, -1:]).sum(2, keepdim=True)
+        self.keep(x[:, :, -1:])
+        return x
+
+    def read(self, x):
+        """What keep() was given in the last call: (B, H, m, c), or m = 0. keep() has to follow.
+
+        x (B, H, n, c): what other processes, which have later tokens, get from this one instead.
+        """
+        return self.state[self.index] if self.index < len(self.state) else self.earlier(x)
+
+    def keep(self, x):
+        """Keep x (B, H, m, c) for the next call with the same cache."""
+        if self.index == len(self.state):
+            self.state.append(x.detach().clone())
+        else:  # in place: a captured graph keeps its addresses
+            self.state[self.index].copy_(x)
+        self.index += 1
 
 
 class Learned(NoPE):
@@ -662,6 +725,8 @@ class RoPE(NoPE):
         self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
 
     def rotate(self, q, k, pos, layer):
+        if self.needs_whole_text:  # attend() rotates, to other positions
+            return q, k
         return kernels.rope(q, k, *self.of_layer(layer).cos_sin(pos))
 
     def of_layer(self, layer):
@@ -763,6 +828,35 @@ class RoPE(NoPE):
         return inv_freq, attention_factor
 
 
+class FoX(NoPE):
+    """Forget gates (Lin et al. 2025): f_t = sigmoid(w x_t + b), learned for each head and layer.
+
+    The score of query i and key j gains log f_(j+1) + ... + log f_i.
+    """
+
+    methods = {"none": ()}
+    first_bias = 0.0  # f = 0.5; 5: f = 0.993, as in data-dependent ALiBi
+
+    def __init__(self, config):
+        super().__init__(config)
+        shape = (config.n_layer, config.n_head)
+        self.weight = nn.Parameter(torch.randn(*shape, config.n_embd) * 0.02)
+        self.gate_bias = nn.Parameter(torch.full(shape, self.first_bias))
+
+    def gates(self, x, layer, past):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x, weight, bias = (y.to(wide) for y in (x, self.weight[layer], self.gate_bias[layer]))
+        with torch.autocast(x.device.type, enabled=False):  # a sum adds up what bfloat16 rounds
+            log_f = F.logsigmoid(F.linear(x, weight, bias))  # (B, T, H)
+        return past.sum(log_f.mT[..., None])[..., 0]
+
+
+class FoXRoPE(FoX, RoPE):
+    """Forget gates, and queries and keys rotated as by RoPE."""
+
+    methods = {m: x for m, x in RoPE.methods.items() if m not in rope_scaling.ATTENTION}
+
+
 POSITIONS = {
     "nope": NoPE,
     "learned": Learned,
@@ -776,6 +870,8 @@ POSITIONS = {
     "kerple-power": KerplePower,
     "sandwich": Sandwich,
     "rope": RoPE,
+    "fox": FoX,
+    "fox-rope": FoXRoPE,
 }
 
 
@@ -1081,7 +1177,9 @@ def check_config(config):
         "with W or S, or neither",
     )
     require(window or not config.sinks, "sinks stay visible beyond a window: give --window=N too")
-    hooks = ("rotate", "bias", "relative")
+    if config.sinks and scheme.gates is not NoPE.gates:
+        note(f"--pos={pos} forgets the --sinks: they stay visible, but lose weight with distance")
+    hooks = ("rotate", "bias", "relative", "angles", "gates")
     acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
     require(
         acts_in_layers or set(pattern).isdisjoint("NS"),

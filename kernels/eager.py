@@ -166,7 +166,7 @@ def _rotate(x, cos, sin):
 def rotate_by(q, k, angles):
     """Rotate pairs of channels as rope(), by angles of each key head and token, with gradient.
 
-    q (B, H, T, D), k (B, Hk, T, D), angles (B, Hk, T, R/2), float64: they may grow along the text.
+    q (B, H, T, D), k (B, Hk, T, D), angles (B, Hk or 1, T, R/2), float64: they may grow along the text.
     The other arithmetic is float32, or float64 if q is.
     """
     angles = torch.remainder(angles, 2 * math.pi).to(torch.promote_types(q.dtype, torch.float32))

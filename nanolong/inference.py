@@ -30,6 +30,8 @@ class KVCache:
         self.tables_version = None  # of the scheme's tables that the keys were computed with
         self.keys = {}  # layer -> (B, Hk, allocated, D)
         self.values = {}
+        self.gates = {}  # layer -> (B, H, allocated, 1): of a scheme with gates
+        self.state = {}  # layer -> what a scheme keeps along the text: a list for model.Past
         self.terms = {}  # layer -> (number of keys, bias, relative)
         # For decoding steps of fixed shape, int64 (1,) on the device: where the next token is
         # written, and how many tokens there are with it.
@@ -57,7 +59,7 @@ class KVCache:
         if tables_version == self.tables_version:
             return tokens, pos
         self.tables_version = tables_version
-        self.keys, self.values, self.terms = {}, {}, {}
+        self.keys, self.values, self.gates, self.state, self.terms = {}, {}, {}, {}, {}
         return self.tokens, self.pos
 
     def mask(self):
@@ -72,6 +74,10 @@ class KVCache:
     def update(self, layer, k, v):
         """Append keys and values (B, Hk, T, D) of a layer. Returns all so far."""
         return self.write(self.keys, layer, k), self.write(self.values, layer, v)
+
+    def update_gates(self, layer, gates):
+        """Append the gates (B, H, T) of a layer. Returns all so far."""
+        return self.write(self.gates, layer, gates[..., None])[..., 0]
 
     def write(self, buffers, layer, new):
         """Write (B, Hk, T, D) to the end of a layer's buffer, which grows. Returns all so far."""
@@ -346,6 +352,7 @@ class FixedShapeStep:
         cache.valid_length = torch.tensor([cache.length + 1], device=device)
         self.dtype = None
         self.weights = {}  # those of linear layers by name, cast
+        self.state = [x.clone() for kept in cache.state.values() for x in kept]
         if torch.is_autocast_enabled(self.device_type):
             self.dtype = torch.get_autocast_dtype(self.device_type)
             for module_name, module in model.named_modules():
@@ -369,6 +376,9 @@ class FixedShapeStep:
         """Go back to the first step."""
         self.cache.write_index.fill_(self.start)
         self.cache.valid_length.fill_(self.start + 1)
+        kept = [x for layer in self.cache.state.values() for x in layer]
+        for now, before in zip(kept, self.state, strict=True):
+            now.copy_(before)
 
     def capture(self, compiled):
         """Capture run() as a CUDA graph, which replay() launches."""
@@ -402,6 +412,7 @@ def capture_graph(model, cache, pos, docs, compiled):
     """
     stream = torch.cuda.current_stream()
     old_pos, old_docs = cache.pos, cache.docs
+    step = None
     try:
         if tables_change(model, cache.length, cache.capacity):
             raise RuntimeError("the method's tables change as the text grows")
@@ -414,6 +425,8 @@ def capture_graph(model, cache, pos, docs, compiled):
         reason = str(error).splitlines()[0]
         warnings.warn(f"sampling without a CUDA graph: {reason}", stacklevel=4)
         torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+        if step is not None:
+            step.rewind()
         cache.write_index = cache.valid_length = None
         cache.pos, cache.docs = old_pos, old_docs
         return None

@@ -264,18 +264,14 @@ def share_sequences(size, model=None, lengths=()):
         scheme.bias = functools.partial(own_bias, scheme.bias)
         scheme.relative = functools.partial(own_relative, scheme.relative)
         scheme.set_length = functools.partial(set_whole_length, scheme.set_length)
-        rotate = scheme.rotate
-        if scheme.needs_whole_text:  # its attend() rotates by positions of its own
-            rotate = keep
-        else:
-            scheme.rotate = keep  # attend_shared() has rotated the tokens of this process
-        scheme.attend = functools.partial(attend_shared, scheme.attend, rotate)
+        scheme.attend = functools.partial(attend_shared, scheme.attend)
+        scheme.earlier = earlier_parts
 
 
 def stop_sharing(model):
     """Let each process compute whole sequences again, as the first one does after training."""
     for scheme in (model.pos, model.nope):
-        for hook in ("bias", "relative", "set_length", "attend", "rotate"):
+        for hook in ("bias", "relative", "set_length", "attend", "earlier"):
             vars(scheme).pop(hook, None)  # the wrapper; that of the class is found again
     share_sequences(1)
 
@@ -323,21 +319,25 @@ def gather_tokens(x, dim=-1):
     return torch.cat(parts, dim)
 
 
-def keep(q, k, pos, layer):
-    return q, k
+def earlier_parts(x):
+    """What the processes with earlier tokens give for x (B, H, n, c): (B, H, rank n, c)."""
+    rank, N = sequence_rank_and_size()
+    received = _all_to_all(x.expand(N, *x.shape))
+    return received[:rank].movedim(0, 2).flatten(2, 3)
 
 
-def attend_shared(attend, rotate, q, k, v, pos, layer, cache, **mask):
+def attend_shared(attend, q, k, v, pos, layer, cache, **mask):
     """What the scheme's attend() does, with tokens exchanged for heads before, and back after.
 
     q (B, H, T / N, D) -> (B, H / N, T, D). Where N does not divide the key/value heads, these are
     repeated until it does.
     """
     _, N = sequence_rank_and_size()
-    q, k = rotate(q, k, pos, layer)  # own tokens of all heads
     repeats = math.lcm(k.shape[1], N) // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     q, k, v = (tokens_to_heads(x, N) for x in (q, k, v))
+    if "gates" in mask:
+        mask["gates"] = tokens_to_heads(mask["gates"][..., None], N)[..., 0]
     mask["docs"] = gather_tokens(mask["docs"])
     # those of own_part() are the indices, which attention assumes by itself
     mask["positions"] = gather_tokens(mask["positions"]) if pos.dim() > 1 else None

@@ -6,6 +6,8 @@ compares a text that processes share with the same text on one process. Prints J
 relative errors of the loss and of the gradients. In float64, so that what is left is a mistake;
 each process computes the whole text too, and takes that as the truth.
 
+With names of schemes, only the cases of these.
+
     torchrun --standalone --nproc_per_node=2 tests/process_cases.py CASES.json
 
 trains small models one after the other. A case is {"model": settings of GPTConfig, "train":
@@ -52,7 +54,7 @@ def cases():
     for pos in POSITIONS:
         yield pos, {"pos": pos}, {}
         yield f"{pos} grouped", {"pos": pos, "n_kv_head": 2}, {}
-    for pos in ("rope", "alibi", "shaw"):
+    for pos in sorted(POSITIONS.keys() & {"rope", "alibi", "shaw", "fox-rope", "selective_rope"}):
         yield f"{pos} window", {"pos": pos, "window": 7, "sinks": 2, "n_kv_head": 1}, {}
         yield f"{pos} docs", {"pos": pos}, {"docs": True}
         yield f"{pos} recomputed", {"pos": pos}, {"recompute": True}
@@ -164,11 +166,15 @@ def main():
     warnings.simplefilter("ignore", ContextLengthWarning)
     load_entries(filter(None, os.environ.get("NANOLONG_ENTRY", "").split(",")), POSITIONS)
     rank, _ = parallel.join_processes(torch.device("cpu"))
-    if len(sys.argv) > 1:
-        found = json.loads(Path(sys.argv[1]).read_text())
+    words = sys.argv[1:]
+    if words and words[0].endswith(".json"):
+        found = json.loads(Path(words[0]).read_text())
         found = [kept_parameters(train_case(case)) for case in found]
     else:
-        found = {name: compare(settings, **changes) for name, settings, changes in cases()}
+        found = {}
+        for name, settings, changes in cases():
+            if not words or name.split()[0] in words:
+                found[name] = compare(settings, **changes)
     if rank == 0:
         print(json.dumps(found))
 

@@ -196,6 +196,13 @@ def position_terms(model, layer, T):
     return None, None, None, None
 
 
+def forgotten(w, h, layer):
+    """The sums of log f_t over j < t <= i, by query i and key j: (B, H, T, T)."""
+    log_f = (h @ w["pos.weight"][layer].T + w["pos.gate_bias"][layer]).sigmoid().log().mT
+    i, j, t = torch.meshgrid(*[torch.arange(h.shape[1])] * 3, indexing="ij")
+    return torch.einsum("bht,ijt->bhij", log_f, ((j < t) & (t <= i)).double())
+
+
 def attention(model, w, name, h, layer, pos, docs, maps):
     c = model.config
     B, T, _ = h.shape
@@ -227,7 +234,7 @@ def attention(model, w, name, h, layer, pos, docs, maps):
     by_distance = ext["method"] in ("lm-infinite", "self-extend")
     if c.uses_positions(layer):
         bias, keys, values, offsets = position_terms(model, layer, T)
-        if c.pos == "rope" and not by_distance:
+        if c.pos in ("rope", "fox-rope") and not by_distance:
             f, factor = rope_frequencies(c, layer, int(pos.max()) + 1)
             q, k = rotate(q, pos, f, factor), rotate(k, pos, f, factor)
     u, z = (x[:, None] for x in offsets) if offsets else (0, 0)
@@ -238,6 +245,8 @@ def attention(model, w, name, h, layer, pos, docs, maps):
     scores = scores * scale * c.attn_scale / math.sqrt(D)
     if bias is not None:
         scores = scores + bias
+    if c.pos in ("fox", "fox-rope") and c.uses_positions(layer):
+        scores = scores + forgotten(w, h, layer)
     scores = scores.masked_fill(~visible(c, layer, pos, docs)[:, None], -math.inf)
     if c.sink_scores:
         sink = w[f"{name}.sink_scores"][:, None, None].expand(B, -1, T, 1)

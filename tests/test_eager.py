@@ -338,6 +338,20 @@ def test_rope_rotates_pairs(width, rotated, rng):
         assert_close(torch.autograd.grad(rope(q, k, cos, sin)[0], q, grad)[0], right.double(), 1e-6)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rotation_by_large_angles_of_each_key_head(heads, rng):
+    """Where float32 would round them by 0.06; 10 of 12 channels are rotated."""
+    q, k = torch.randn(2, 6, 5, 12), torch.randn(2, 2, 5, 12)
+    angles = torch.randn(2, heads, 5, 5, dtype=torch.float64) * 1e6
+    wide = [x.double().requires_grad_() for x in (q, k, angles)]
+    for x, rotated, exact in zip((q, k), kernels.rotate_by(q, k, angles), wide, strict=False):
+        for head in range(x.shape[1]):
+            angle = angles[:, head * heads // x.shape[1]]
+            expected = rotate_by_complex_numbers(exact[:, head, None], angle, 1.0)
+            assert (rotated[:, head, None] - expected).abs().max() < 1e-5
+    assert torch.autograd.gradcheck(kernels.rotate_by, wide)
+
+
 # -----------------------------------------------------------------------------
 # Linear layers and norms
 

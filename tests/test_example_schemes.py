@@ -4,12 +4,13 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import reference
 import torch
 from conftest import ROOT, TINY, assert_success
 
-from model import GPT, POSITIONS
+from model import GPT, POSITIONS, GPTConfig
 from nanolong.entry import load_entries
 
 FILES = {file.stem: file for file in sorted((ROOT / "examples" / "schemes").glob("*.py"))}
@@ -22,7 +23,8 @@ def schemes(entries_do_not_stay):
 
 
 # -----------------------------------------------------------------------------
-# Numbers. Each is a model of model.py with certain settings, whose formulas reference.py has.
+# Numbers. Each of these is a model of model.py with certain settings, whose formulas reference.py
+# has.
 
 
 @pytest.mark.parametrize("p", [0.0, 0.75, 1.0])
@@ -73,6 +75,67 @@ def test_ssmax_multiplies_scores_by_s_log_n(settings, make):
 
 
 # -----------------------------------------------------------------------------
+# Golden numbers of schemes that read the text, FoX of model.py among them: one layer, x (7, 16), 4
+# query heads and 2 key heads of 8 channels, by loops in numpy, without code of this project.
+
+GOLDEN = {  # the first four channels of head 0 at the last token, and the sum of all 224 numbers
+    "nope": "-0.0607534252 1.1502858820 0.6136272816 0.4425601940 -3.4590789198",
+    "rope": "-0.9398722929 0.4165943562 -0.8315500633 1.1071613973 -50.7819855957",
+    "fox": "0.1764876667 1.4139843212 1.0480370907 0.2910621379 8.3202306105",
+    "fox docs": "-2.2271559777 1.3911344301 0.3088880141 -0.2215148789 -9.4448572288",
+    "fox window": "-1.9043264394 1.6097080238 -0.0445310221 0.4707667905 4.1206706124",
+    "fox-rope": "-0.6204523302 0.7799121682 -0.2402618199 0.9052062838 -23.5262128924",
+    "selective_rope": "0.1381410102 1.3553984511 0.9538840345 0.3330578588 -15.2069701233",
+    "selective_rope docs": "-2.4513655362 1.1681365501 0.5065093896 -0.6571252815 -14.0714231216",
+    "repo": "0.4921803906 1.5571294623 1.5064433503 -0.0354766635 -13.9506367236",
+    "grape": "-0.2499638441 0.8529801759 0.2616778978 0.4273795043 -18.7188959139",
+}
+
+
+def numbers(seed, *shape, size=1.0):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape) * size)
+
+
+def golden_parameters(pos):
+    if pos in ("fox", "fox-rope"):
+        return {"weight": numbers(5, 4, 16, size=0.3), "gate_bias": numbers(6, 4)}
+    if pos == "selective_rope":
+        down, up, taps = numbers(7, 32, 16), numbers(8, 8, 32), numbers(9, 4, 2, 4)
+        return {"down": down / 2, "up": up / 2, "taps": taps / 2}
+    if pos == "repo":
+        return {"gate": numbers(10, 2, 16), "value": numbers(11, 2, 16), "out": numbers(12, 2, 2)}
+    if pos == "grape":
+        return {"weight": numbers(13, 16, size=0.3), "shift": torch.tensor(0.5)}
+    return {}
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+@torch.no_grad()
+def test_one_layer_has_the_golden_numbers(case):
+    """To the digits given; the tables of rope are float32 by design."""
+    pos, _, mask = case.partition(" ")
+    shape = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "n_embd": 16, "head_dim": 8}
+    window = 3 if mask == "window" else 0
+    model = GPT(GPTConfig(pos=pos, block_size=7, window=window, **shape)).double()
+    layer = model.blocks[0].attention
+    layer.o = torch.nn.Identity()
+    for projection, (seed, rows) in ((layer.q, (2, 32)), (layer.k, (3, 16)), (layer.v, (4, 16))):
+        projection.weight.copy_(numbers(seed, rows, 16, size=0.5))
+    for name, value in golden_parameters(pos).items():
+        p = getattr(model.pos, name)
+        p.copy_(value.reshape(p.shape))
+    if pos == "repo":
+        model.pos.first_layer = 0
+    docs = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]) if mask == "docs" else None
+    options = {"docs": docs, "positions": None}
+    y = layer(numbers(1, 7, 16)[None], model.pos, torch.arange(7), None, options)[0]
+    found = torch.cat((y[-1, :4], y.sum()[None]))
+    expected = torch.tensor([float(x) for x in GOLDEN[case].split()], dtype=torch.float64)
+    limit = 2e-6 if "rope" in pos.split("-") else 1e-9 if pos != "grape" else 1e-5
+    assert (found - expected).abs().max() < limit
+
+
+# -----------------------------------------------------------------------------
 # From training to sampling.
 
 
@@ -89,7 +152,9 @@ def test_a_scheme_goes_from_training_to_sampling(name, call, text_data, tmp_path
     data = f"--dataset={text_data}"
     window = ["--layer_pattern=WF", "--window=8"] if name == "two_bases" else []
     call_anew("train.py", *TINY, *window, data, f"--out_dir={run}")
-    extend = ["extend.py", run, "--factor=4", "--method=dynamic-ntk", "--max_iters=2", data]
+    methods = POSITIONS[name].methods
+    method = next(m for m in ("dynamic-ntk", "pi", "none") if m in methods)
+    extend = ["extend.py", run, "--factor=4", f"--method={method}", "--max_iters=2", data]
     # one state for the whole text cannot leave other documents out
     extend += ["--separate_docs=false"] if name == "linear_attention" else []
     call_anew(*extend, f"--out_dir={extended}")

@@ -112,6 +112,9 @@ class LinearAttention(RoPE):
         )
         super().__init__(config)
 
+    def rotate(self, q, k, pos, layer):
+        return q, k  # attend() rotates their features
+
     def attend(self, q, k, v, pos, layer, cache, **mask):
         """
         Attend from queries (B, H, T, D) to keys (B, Hk, T, D) and, with a cache, to those before.
@@ -124,7 +127,7 @@ class LinearAttention(RoPE):
             # Map to positive features, and rotate these.
             q = feature_map(q.to(dtype))
             k = feature_map(k.to(dtype))
-            rotated = self.rotate(q, k, pos, layer)
+            rotated = super().rotate(q, k, pos, layer)
             if self.observe is not None:
                 self.observe((q, k), rotated)
             # A cache stores the state as its keys, and the sum of the keys as its values. When the
