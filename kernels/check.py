@@ -8,6 +8,8 @@ compilation or launch turns all kernels off in all processes. NANOLONG_CHECK=0 l
 CPU tensors, under Triton's interpreter, only NANOLONG_CHECK=1 does it.
 """
 
+import contextlib
+import io
 import os
 import sys
 import warnings
@@ -114,12 +116,15 @@ def make_small(model, length, gain, window):
     sizes |= {"block_size": round(original * extension["factor"]), "random_positions": 0}
     sizes |= {"window": min(config.window, window), "sinks": min(config.sinks, 3)}
     extension = extension if config.extension else None
-    small = type(model)(replace(config, **sizes, extension=extension))
+    with contextlib.redirect_stderr(io.StringIO()):  # the model's own notes were printed before
+        small = type(model)(replace(config, **sizes, extension=extension))
     with torch.no_grad():
         for name, p in small.named_parameters():
             p.add_(torch.randn_like(p), alpha=0.1)  # a matrix of zeros would hide what is before it
             if name.endswith(("q.weight", "q_norm.weight")):
                 p.mul_(gain)
+            if name.endswith("gate_bias"):  # heads that forget soon, and heads that hardly do
+                p.add_(torch.linspace(5, 0, p.shape[-1]))
     return small
 
 

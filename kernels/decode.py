@@ -14,7 +14,8 @@ once for the whole group.
 
 With a single query every bias is simple: key j is at one distance i - j, so a table is read
 backwards, one row a head, and relative vectors are loaded like a second cache. If each head has
-its own vectors (Transformer-XL) nothing can be packed, and a program takes one head.
+its own vectors (Transformer-XL) nothing can be packed, and a program takes one head. Gates are read
+as they are, in float64: bringing them to two parts would read the cache of them twice.
 
 The number of splits depends on the shapes alone, so the same call gives the same bits.
 """
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 
 from .flash import (
+    LN2,
     SLOPES,
     TABLE,
     VECTORS,
@@ -82,6 +84,9 @@ def _split_kernel(
         qr = load_rows(call, _heads_of_token(call.qr, b, t), h0, r, h0 + PACK, True)
         rel_k = head_rows(call.bias, 0, h0)
         rel_v = head_rows(call.rel_v, 0, h0)
+    elif call.gates is not None:
+        gates_at = call.gates.ptr + b * call.gates.b + h * call.gates.h
+        c_i = tl.load(gates_at + i * call.gates.t)
 
     # the key blocks of this split: with a window, those between sinks and window are not visited
     hi = tl.cdiv(i + 1, BN) if call.CAUSAL else tl.cdiv(Tk, BN)
@@ -114,8 +119,14 @@ def _split_kernel(
             clipped = tl.minimum(distance, call.m - 1)
             vectors = load_rows(call, rel_k, 0, clipped, 0, False)
             s = (s + tile_product(call, qr, vectors, False)) * call.scale
+        elif call.gates is not None:
+            c_j = tl.load(
+                gates_at[:, None] + (j * call.gates.t)[None, :], mask=(j < Tk)[None, :], other=0.0
+            )
+            s = s * call.scale + (c_i[:, None] - c_j).to(tl.float32) * (1 / LN2)
         else:
             s = s * call.scale
+
         # mask
         visible = visible_keys(call, b, tl.zeros([1], tl.int32) + i, j, Tk, False)
         s = tl.where(visible, s, float("-inf"))
@@ -175,7 +186,7 @@ def number_of_splits(Tk, programs, BN):
 @torch.library.custom_op("nanolong::attention_decode", mutates_args=())
 def _decode(
     q: torch.Tensor, qr: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
-    bias: torch.Tensor | None, rel_v: torch.Tensor | None,
+    bias: torch.Tensor | None, rel_v: torch.Tensor | None, gates: torch.Tensor | None,
     docs: torch.Tensor | None, positions: torch.Tensor | None,
     window: int, sinks: int, causal: bool, scale: float, length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -188,7 +199,8 @@ def _decode(
         return out, lse
     B, H, Tq, D = q.shape
     HK, Tk = k.shape[1:3]
-    call = make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale)
+    terms = bias, rel_v, gates
+    call = make_call(q, qr, k, v, *terms, docs, positions, window, sinks, causal, scale)
     # heads of a program: those that share the keys, if they share the vectors too
     is_vectors = call.KIND.value == VECTORS.value
     packed = 1 if is_vectors and len(bias) > 1 else H // HK
@@ -223,7 +235,7 @@ def _(q, *others):
 
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None,
+    causal=True, scale=None, return_lse=False, length=None, gates=None,
 ):  # fmt: skip
     """Compute attention() of flash.py for few queries, without gradient.
 
@@ -236,7 +248,7 @@ def attention(
     Raises ValueError for what the kernel does not support.
     """
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    tensors = prepare(q, k, v, bias, relative, positions, docs, scale)
+    tensors = prepare(q, k, v, bias, relative, gates, positions, docs, scale)
     n_queries = q.shape[0] * q.shape[2]
     require(n_queries <= 65535, "{} queries of a head do not fit: use at most 65535", n_queries)
     require(

@@ -7,7 +7,7 @@ For query i and key j of one head, at distance d = |i - j| by index:
     score(i, j) = scale * (q_i . k_j) + bias(i, j)
     out_i       = sum_j softmax_j(score(i, .)) * (v_j + rel_values[min(d, m - 1)])
 
-over the keys that i may see. The bias is one of four kinds:
+over the keys that i may see; with gates c_i - c_j is added (7.). The bias is one of four kinds:
 
     NONE      0
     SLOPES    -slope * d                            ALiBi, with fixed or trained slopes
@@ -48,6 +48,14 @@ sum, so that the (T, T) scores are never stored. What the tutorial does not have
    dO_i . O_i from an O that was rounded to 16 bits. A bias gradient, which adds up thousands of dS,
    is then wrong by percents, and 5. would be, too. But a row of dS sums to exactly the error of its
    delta: the dQ kernel, which runs first, adds up each row and corrects delta for the others.
+
+7. Gates (arXiv 2503.02130). c (B, H, Tk) are sums of log gates along the text. They pass -10^4, of
+   which float32 keeps too few digits. So c arrives as a sum of two float32 numbers, and a program
+   counts from its middle token. A key adds its number to the scores; that of a query is the same
+   for all keys, so only the log-sum-exp gains it. The gradient of c_j is -dS summed over column j,
+   which the program of the key has. Row i of dS sums to the gradient of the log-sum-exp, which is
+   what c_i gains. Sums of this gradient along the text need the corrected delta, as tables do.
+   (Not float64: each thread needs the numbers of many keys, and most cards are slow at it.)
 
 Scratch memory is O(T + H m). Nothing is autotuned: TILES fixes the tile sizes, so that all
 processes of a run compute the same bits.
@@ -100,6 +108,7 @@ class Call(NamedTuple):
     qr: Rows  # the queries that meet the relative keys
     bias: Rows  # slopes (H,), a table (H, m) or relative keys (H or 1, m, D); t: distances
     rel_v: Rows  # relative values, as the keys
+    gates: Rows  # in log2 units, of in_two_parts(); in decode.py float64, as they are given
     pos: Rows  # positions for the window, if they are not the indices
     docs: Rows
     Tq: int
@@ -257,6 +266,21 @@ def _load_constant(call, bias, qr):
 
 
 @triton.jit
+def _load_gates(call, gates, i):
+    """Load both parts of c_i of a head; past the end, of the last token."""
+    parts = tl.load(gates.ptr + tl.minimum(i, call.Tk - 1) * gates.t)
+    low = parts.to(tl.int32).to(tl.float32, bitcast=True)
+    return (parts >> 32).to(tl.int32).to(tl.float32, bitcast=True), low
+
+
+@triton.jit
+def _gates_since(call, gates, start, i):
+    """Compute c_i - start in float32, for a start that is near c_i where it matters."""
+    high, low = _load_gates(call, gates, i)
+    return (high - start) + low
+
+
+@triton.jit
 def _scores(
     call, bias, q, qr, k, constant, i0, n0, r, c, IS_CLIPPED: tl.constexpr, FLIP: tl.constexpr
 ):
@@ -265,7 +289,7 @@ def _scores(
     factor is a number, and shift a number or one for each query. So the scale, and what is the same
     for all keys, cost no multiplication or addition of their own: a maximum is taken before them,
     and then there is one multiply-add an element in the exponent.
-    constant: from _load_constant().
+    constant: from _load_constant(); with gates, of each key from _gates_since().
     """
     s = tile_product(call, q, k, FLIP)
     factor = call.scale
@@ -298,6 +322,10 @@ def _scores(
             shift = constant * call.scale
         else:
             s += _vector_products(call, qr, bias, d0, r, c, FLIP)
+    elif call.gates is not None:
+        factor = 1.0
+        _, of_key = _pair(r, constant, FLIP)
+        s = s * call.scale - of_key
     return s, factor, shift
 
 
@@ -384,10 +412,13 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
     k_head, v_head = head_rows(call.k, b, h // call.G), head_rows(call.v, b, h // call.G)
     bias = head_rows(call.bias, 0, h)
     rel_v = head_rows(call.rel_v, 0, h)
+    gates = head_rows(call.gates, b, h)
 
     # the queries, and what their bias needs
     m0 = block * BM
     i0 = call.Tk - call.Tq + m0
+    if gates is not None:
+        start, _ = _load_gates(call, gates, i0 + BM // 2)
     q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
     qr = q if call.qr is None else load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
     constant = _load_constant(call, bias, qr)
@@ -404,8 +435,11 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
                 # scores of the tile
                 n0 = n * BN
                 k = load_rows(call, k_head, n0, c, call.Tk, segment < WHOLE)
+                of_tile = constant
+                if gates is not None:
+                    of_tile = _gates_since(call, gates, start, n0 + c)
                 s, factor, shift = _scores(
-                    call, bias, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, False
+                    call, bias, q, qr, k, of_tile, i0, n0, r, c, segment == CLIPPED, False
                 )
                 if segment < WHOLE:
                     visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, False)
@@ -433,8 +467,11 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
     if rel_v is not None:
         acc += clipped_mass[:, None] * _last_vector(call, rel_v)[None, :]
     store_rows(call, head_rows(OUT, b, h), m0, r, call.Tq, acc / row_sum[:, None])
-    row = (b * tl.num_programs(1) + h) * call.Tq + m0 + r
-    tl.store(LSE + row, row_max + tl.log2(row_sum), mask=m0 + r < call.Tq)
+    to = LSE + ((b * tl.num_programs(1) + h) * call.Tq + m0 + r)
+    lse = row_max + tl.log2(row_sum)
+    if gates is not None:
+        lse += _gates_since(call, gates, start, i0 + r)
+    tl.store(to, lse, mask=m0 + r < call.Tq)
 
 
 # -----------------------------------------------------------------------------
@@ -452,6 +489,7 @@ def _dq_kernel(
     k_head, v_head = head_rows(call.k, b, h // call.G), head_rows(call.v, b, h // call.G)
     bias = head_rows(call.bias, 0, h)
     rel_v = head_rows(call.rel_v, 0, h)
+    gates = head_rows(call.gates, b, h)
 
     # the queries, their output and its gradient, and what their bias needs
     m0 = block * BM
@@ -465,6 +503,9 @@ def _dq_kernel(
     row = (b * tl.num_programs(1) + h) * call.Tq + m0 + r
     in_range = m0 + r < call.Tq
     lse = tl.load(LSE + row, mask=in_range, other=float("inf"))  # past the last query P is 0
+    if gates is not None:
+        start, _ = _load_gates(call, gates, i0 + BM // 2)
+        lse -= _gates_since(call, gates, start, i0 + r)
     dlse = tl.load(DLSE + row, mask=in_range, other=0.0)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
 
@@ -480,8 +521,11 @@ def _dq_kernel(
                 # probabilities of the tile
                 n0 = n * BN
                 k = load_rows(call, k_head, n0, c, call.Tk, segment < WHOLE)
+                of_tile = constant
+                if gates is not None:
+                    of_tile = _gates_since(call, gates, start, n0 + c)
                 s, factor, shift = _scores(
-                    call, bias, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, False
+                    call, bias, q, qr, k, of_tile, i0, n0, r, c, segment == CLIPPED, False
                 )
                 p = tl.exp2(s * factor - (lse - shift)[:, None])
                 if segment < WHOLE:
@@ -518,13 +562,13 @@ def _dq_kernel(
 
 @triton.jit
 def _dkdv_kernel(
-    call, segments, LSE, DOUT, DELTA, DK, DV, DSLOPE, BM: tl.constexpr, BN: tl.constexpr
+    call, segments, LSE, DOUT, DELTA, DK, DV, DKEY, BM: tl.constexpr, BN: tl.constexpr
 ):
     """Compute dK and dV of BN keys of one key head, over the G query heads that share it.
 
     Tiles are transposed, (BN, BM), because the products need P^T and dS^T.
-    DSLOPE (batch, query head, key), if it is not None: what the queries of a head add to the
-    gradient of its slope.
+    DKEY (batch, query head, key), if it is not None: what the queries of a head add, at each key,
+    to the gradient of its slope, or the gradient of the gates as what a key adds.
     """
     block = tl.program_id(0)
     hk, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -542,9 +586,13 @@ def _dkdv_kernel(
         do_head = head_rows(DOUT, b, h)
         bias = head_rows(call.bias, 0, h)
         rel_v = head_rows(call.rel_v, 0, h)
+        gates = head_rows(call.gates, b, h)
         row = (b * H + h) * call.Tq
         head_constant = 0.0 if call.KIND == VECTORS else _load_constant(call, bias, k)
-        dslope = tl.zeros([BN], tl.float32)
+        if gates is not None:
+            start, _ = _load_gates(call, gates, n0 + BN // 2)
+            head_constant = _gates_since(call, gates, start, n0 + c)
+        dkey = tl.zeros([BN], tl.float32)
         for segment in tl.static_range(1, 5):
             if segment < CLIPPED or call.KIND >= TABLE:
                 first, end = _segment(segments, b, block, segment)
@@ -569,6 +617,8 @@ def _dkdv_kernel(
                     else:
                         lse = tl.load(LSE + row + m0 + r)
                         delta = tl.load(DELTA + row + m0 + r)
+                    if gates is not None:
+                        lse -= _gates_since(call, gates, start, i0 + r)
                     p = tl.exp2(s * factor - (lse - shift)[None, :])
                     if segment < WHOLE:
                         visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, True)
@@ -584,13 +634,16 @@ def _dkdv_kernel(
                         else:
                             dp += _vector_products(call, do, rel_v, i0 - n0, r, c, True)
                     ds = p * (dp - delta[None, :])
-                    if DSLOPE is not None:
-                        i, j = _pair((i0 - n0 + r).to(tl.float32), c.to(tl.float32), True)
-                        dslope -= tl.sum(ds * tl.abs(i - j), 1)
+                    if DKEY is not None:
+                        if gates is not None:
+                            dkey -= tl.sum(ds, 1)
+                        else:
+                            i, j = _pair((i0 - n0 + r).to(tl.float32), c.to(tl.float32), True)
+                            dkey -= tl.sum(ds * tl.abs(i - j), 1)
                     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=call.PRECISION)
-        if DSLOPE is not None:
-            at = DSLOPE + (b * H + h) * call.Tk + n0 + c
-            tl.store(at, dslope, mask=n0 + c < call.Tk)
+        if DKEY is not None:
+            at = DKEY + (b * H + h) * call.Tk + n0 + c
+            tl.store(at, dkey, mask=n0 + c < call.Tk)
 
     unit = call.scale * LN2  # ln 2 undoes the log2(e) in scale
     store_rows(call, head_rows(DK, b, hk), n0, c, call.Tk, dk * unit)
@@ -922,7 +975,7 @@ def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan
     that will run. If the indices alone decide, the list is empty, and launch() finds the tiles.
     plan: None, or a dict in which the result stays for calls with the same mask.
     """
-    q, _, k, _, bias, _ = tensors
+    q, _, k, _, bias, _, _ = tensors
     positions = positions if window else None
     if docs is None and positions is None:
         return None, None, []
@@ -978,13 +1031,23 @@ def per_distance(x):
     return Rows(x, 0, x.stride(0) if len(x) > 1 else 0, x.stride(1) if x.dim() == 3 else 1)
 
 
-def make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale):
+def in_two_parts(gates):
+    """Gates (B, H, T) float64 as two float32 numbers in the bits of one int64, in log2 units."""
+    if gates is None:
+        return None
+    gates = gates * LOG2E
+    high = gates.float()
+    low = (gates - high).float()
+    return torch.stack((low, high), -1).view(torch.int64)[..., 0]
+
+
+def make_call(q, qr, k, v, bias, rel_v, gates, docs, positions, window, sinks, causal, scale):
     kind, m = kind_of(bias)
     D = q.shape[3]
     precision = device_family(q.device)[1] if q.dtype == torch.float32 else "ieee"
     return Call(
         q=as_rows(q), k=as_rows(k), v=as_rows(v), qr=as_rows(qr),
-        bias=per_distance(bias), rel_v=per_distance(rel_v),
+        bias=per_distance(bias), rel_v=per_distance(rel_v), gates=as_rows(gates),
         pos=per_token(positions), docs=per_token(docs),
         Tq=q.shape[2], Tk=k.shape[2], m=m, window=window or None, sinks=sinks,
         scale=scale * LOG2E, G=q.shape[1] // k.shape[1],
@@ -1052,7 +1115,7 @@ def kernel_layout(x, multiple=16):
 @torch.library.custom_op("nanolong::attention", mutates_args=())
 def _attention(
     q: torch.Tensor, qr: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
-    bias: torch.Tensor | None, rel_v: torch.Tensor | None,
+    bias: torch.Tensor | None, rel_v: torch.Tensor | None, gates: torch.Tensor | None,
     docs: torch.Tensor | None, positions: torch.Tensor | None, segments: list[torch.Tensor],
     window: int, sinks: int, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -1061,7 +1124,8 @@ def _attention(
     out = empty_output(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if out.numel():
-        call = make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale)
+        terms = bias, rel_v, in_two_parts(gates)
+        call = make_call(q, qr, k, v, *terms, docs, positions, window, sinks, causal, scale)
         launch(_forward_kernel, "forward", call, segments, as_rows(out), lse)
     return out, lse
 
@@ -1075,18 +1139,19 @@ def _(q, *others):
 def _attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     q: torch.Tensor, qr: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
-    bias: torch.Tensor | None, rel_v: torch.Tensor | None,
+    bias: torch.Tensor | None, rel_v: torch.Tensor | None, gates: torch.Tensor | None,
     docs: torch.Tensor | None, positions: torch.Tensor | None, segments: list[torch.Tensor],
     window: int, sinks: int, causal: bool, scale: float, bias_grad: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The backward pass: dq, dqr, dk, dv, dbias, drel_v, empty if there is none."""
-    grads = _empty_grads(q, qr, k, v, bias if bias_grad else None, rel_v if bias_grad else None)
-    dq, dqr, dk, dv, dbias, drel_v = grads
+    """The backward pass: dq, dqr, dk, dv, dbias, drel_v, dgates, empty if there is none."""
+    grads = _empty_grads(q, qr, k, v, bias, rel_v, gates, bias_grad)
+    dq, dqr, dk, dv, dbias, drel_v, dgates = grads
     if not out.numel():
         return [x.zero_() for x in grads]
     dout, q, qr, k, v = (kernel_layout(x) for x in (dout, q, qr, k, v))
     dlse = (dlse * LOG2E).contiguous()  # of the log-sum-exp in log2 to natural units
-    call = make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale)
+    terms = bias, rel_v, in_two_parts(gates)
+    call = make_call(q, qr, k, v, *terms, docs, positions, window, sinks, causal, scale)
     kind = call.KIND.value if bias_grad else NONE.value
 
     delta = torch.empty_like(lse)
@@ -1094,11 +1159,15 @@ def _attention_backward(
         _dq_kernel, "dq", call, segments, as_rows(out), lse, as_rows(dout), dlse,
         as_rows(dq), None if qr is None else as_rows(dqr), delta,
     )  # fmt: skip
-    dslope = lse.new_empty(*lse.shape[:2], call.Tk) if kind == SLOPES.value else None
-    tensors = lse, as_rows(dout), delta, as_rows(dk), as_rows(dv), dslope
-    launch(_dkdv_kernel, "dkdv", call, segments, *tensors)
+    dkey = dgates if dgates.numel() else None
     if kind == SLOPES.value:
-        dbias.copy_(dslope.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
+        dkey = lse.new_empty(*lse.shape[:2], call.Tk)
+    tensors = lse, as_rows(dout), delta, as_rows(dk), as_rows(dv), dkey
+    launch(_dkdv_kernel, "dkdv", call, segments, *tensors)
+    if dgates.numel():
+        dgates[..., call.Tk - call.Tq :] += dlse
+    if kind == SLOPES.value:
+        dbias.copy_(dkey.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
     if kind < TABLE.value:
         return grads
 
@@ -1189,17 +1258,17 @@ def sum_by_distance(grad, partial, total, is_reached, d0, BM):
     grad.copy_(sums if len(grad) == heads else sums.sum(0, keepdim=True))
 
 
-def _empty_grads(q, qr, k, v, bias, rel_v):
-    """Empty dq, dqr, dk, dv, dbias (float32) and drel_v (float32); of size 0 if x is None."""
+def _empty_grads(q, qr, k, v, bias, rel_v, gates, bias_grad):
+    """Empty dq, dqr, dk, dv, and float32 dbias, drel_v and dgates; of size 0 if there is none."""
     grads = [q.new_empty(0) if x is None else empty_output(x) for x in (q, qr, k, v)]
-    shapes = [(0,) if x is None else x.shape for x in (bias, rel_v)]
+    terms = bias, rel_v, gates
+    shapes = [x.shape if bias_grad and x is not None else (0,) for x in terms]
     return grads + [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
 @_attention_backward.register_fake
-def _(dout, dlse, out, lse, q, qr, k, v, bias, rel_v, *others):
-    bias_grad = others[-1]
-    return _empty_grads(q, qr, k, v, bias if bias_grad else None, rel_v if bias_grad else None)
+def _(dout, dlse, out, lse, q, qr, k, v, bias, rel_v, gates, *others):
+    return _empty_grads(q, qr, k, v, bias, rel_v, gates, bias_grad=others[-1])
 
 
 def _setup_context(ctx, inputs, output):
@@ -1209,21 +1278,22 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dout, dlse):
     saved = ctx.saved_tensors
-    *tensors, out, lse = saved[:10]
-    segments = list(saved[10:])
-    _, qr, _, _, bias, rel_v, _, _ = tensors
+    *tensors, out, lse = saved[:11]
+    segments = list(saved[11:])
+    qr = tensors[1]
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
-    bias_grad = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
-    dq, dqr, dk, dv, dbias, drel_v = _attention_backward(
+    bias_grad = any(ctx.needs_input_grad[4:7])
+    dq, dqr, dk, dv, *of_terms = _attention_backward(
         dout, dlse, out, lse, *tensors, segments,
         ctx.window, ctx.sinks, ctx.causal, ctx.scale, bias_grad,
     )  # fmt: skip
     dqr = None if qr is None else dqr
-    dbias = dbias.to(bias.dtype) if bias_grad else None
-    drel_v = drel_v.to(rel_v.dtype) if bias_grad and rel_v is not None else None
+    # bias, relative values and gates
+    terms = [x if bias_grad else None for x in tensors[4:7]]
+    of_terms = [None if x is None else g.to(x.dtype) for g, x in zip(of_terms, terms, strict=True)]
     no_grads = [None] * 4  # window, sinks, causal, scale
-    return dq, dqr, dk, dv, dbias, drel_v, None, None, [None] * len(segments), *no_grads
+    return dq, dqr, dk, dv, *of_terms, None, None, [None] * len(segments), *no_grads
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -1235,7 +1305,7 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, plan=None,
+    causal=True, scale=None, return_lse=False, plan=None, gates=None,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) (v + the relative values).
 
@@ -1244,15 +1314,15 @@ def attention(
     (B, H, Tq, D), a view of (B, Tq, H, D). Gradients reach all tensors but positions and docs.
 
     bias: None, slopes (H,) or a table (H, m), float32. relative: None, or (keys, values, offsets),
-    keys (H or 1, m, D), values the same or None, offsets None or two (H, D). positions (Tk,) or
-    (B, Tk), docs (B, Tk): integers below 2^31. plan: a dict, empty at first, that calls with the
+    keys (H or 1, m, D), values the same or None, offsets None or two (H, D). gates: None, or c
+    (B, H, Tk) float64, without a bias or relative vectors. positions (Tk,) or (B, Tk), docs (B, Tk): integers below 2^31. plan: a dict, empty at first, that calls with the
     same mask share, as the layers of a step do; it changes nothing but the time.
     What they mean, and the other arguments: attention() of kernels/reference.py.
 
     Raises ValueError for what the kernels do not support.
     """
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    tensors = prepare(q, k, v, bias, relative, positions, docs, scale)
+    tensors = prepare(q, k, v, bias, relative, gates, positions, docs, scale)
     docs, positions, segments = prepare_mask(
         tensors, docs, positions, window, sinks, causal, needs_grad(tensors), plan
     )
@@ -1271,10 +1341,10 @@ def require(holds, problem, *values):
         raise ValueError(problem.format(*values))
 
 
-def prepare(q, k, v, bias, relative, positions, docs, scale):
+def prepare(q, k, v, bias, relative, gates, positions, docs, scale):
     """Check the arguments of attention(), and bring them to the units and dtypes of the kernels.
 
-    Returns q, qr, k, v, bias and rel_v: see Call.
+    Returns q, qr, k, v, bias, rel_v and gates: see Call.
     """
     B, H, Tq, D = q.shape
     HK, Tk = k.shape[1:3]
@@ -1294,13 +1364,18 @@ def prepare(q, k, v, bias, relative, positions, docs, scale):
     for x, shapes in ((positions, ((Tk,), (B, Tk))), (docs, ((B, Tk),))):
         fits = x is None or x.shape in shapes and not x.is_floating_point()
         require(fits, "positions or docs do not fit: use integers, of one of the shapes {}", shapes)
-    require(bias is None or relative is None, "bias and relative are given: use one of them")
+    n_terms = sum(x is not None for x in (bias, relative, gates))
+    require(n_terms < 2, "two of bias, relative and gates are given: use one of them")
+    if gates is not None:
+        fits = gates.shape == (B, H, Tk) and gates.dtype == torch.float64
+        require(fits, "gates are {}, {}: use (B, H, Tk), float64", gates.shape, gates.dtype)
+        return q, None, k, v, None, None, gates
     if bias is not None:
         fits = bias.shape[:1] == (H,) and bias.dim() < 3 and bias.numel()
         require(fits, "the bias has shape {}: use slopes (H,) or a table (H, m)", bias.shape)
-        return q, None, k, v, (bias.float() * LOG2E).contiguous(), None
+        return q, None, k, v, (bias.float() * LOG2E).contiguous(), None, None
     if relative is None:
-        return q, None, k, v, None, None
+        return q, None, k, v, None, None, None
     keys, values, offsets = relative
     fits = keys.dim() == 3 and len(keys) in (1, H) and keys.shape[2] == D and keys.numel()
     fits = fits and (values is None or values.shape == keys.shape)
@@ -1308,6 +1383,6 @@ def prepare(q, k, v, bias, relative, positions, docs, scale):
     keys = keys.to(q.dtype).contiguous()
     values = None if values is None else values.to(q.dtype).contiguous()
     if offsets is None:
-        return q, q, k, v, keys, values
+        return q, q, k, v, keys, values, None
     u, w = offsets
-    return (q + u[:, None]).to(q.dtype), (q + w[:, None]).to(q.dtype), k, v, keys, values
+    return (q + u[:, None]).to(q.dtype), (q + w[:, None]).to(q.dtype), k, v, keys, values, None

@@ -32,8 +32,8 @@ from kernels import decode, flash, rotary  # noqa: E402
 
 # Bytes of shared memory that a program may take, by architecture.
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_86": 101_376, "sm_120": 101_376}
-# No bias, slopes, a table, Shaw's vectors for keys and values, and Transformer-XL's.
-BIASES = ("none", "slopes", "table", "shaw", "xl")
+# No bias, slopes, a table, Shaw's vectors for keys and values, Transformer-XL's, and gates.
+BIASES = ("none", "slopes", "table", "shaw", "xl", "gates")
 # masked: a window with sinks over true positions, and documents, at once
 MASKS = ("causal", "masked")
 BATCH, HEADS, TOKENS, DISTANCES = 2, 12, 1024, 129
@@ -164,7 +164,7 @@ def compile_case(target, bias, D, mask):
     zeros = torch.zeros(BATCH, TOKENS, HEADS, D, dtype=torch.bfloat16)
     q, k, v = (zeros.clone().transpose(1, 2).requires_grad_() for _ in range(3))
     angles = torch.zeros(TOKENS, D // 2)
-    leaves = bias_leaves(bias, HEADS, DISTANCES, D, zeros.dtype)
+    leaves = bias_leaves(bias, HEADS, DISTANCES, D, zeros.dtype, BATCH, TOKENS)
     terms = bias_arguments(bias, [x.requires_grad_() for x in leaves]) | masks_of(mask)
     y = flash.attention(*rotary.rope(q, k, angles, angles), v, **terms)
     y.backward(y)

@@ -6,7 +6,7 @@
 The second form installs nothing: torch from 2.11 on, its triton and any pytest do. The parts, each
 in a process of its own:
 
-  check      what the scripts do first (kernels/check.py), for five position schemes
+  check      what the scripts do first (kernels/check.py), for six position schemes
   counts     what the host asks of the GPU: one synchronization in a training step, one launch of a
              graph and one read for a sampled token
   tests      the tests of the kernels, compiled
@@ -47,7 +47,7 @@ from nanolong.evaluation.provenance import ROOT, provenance
 PARTS = {"check": 22, "counts": 16, "tests": 30, "bench": 16, "sanitizer": 16}
 TESTS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"]
 WINDOW = {"window": 100, "sinks": 4, "layer_pattern": "FW"}
-SCHEMES = {"rope": WINDOW, "t5": WINDOW, "alibi": {}, "shaw": {}, "xl": {}}
+SCHEMES = {"rope": WINDOW, "t5": WINDOW, "alibi": {}, "shaw": {}, "xl": {}, "fox": {}}
 REPORTED = 100  # lines of output in the report
 
 

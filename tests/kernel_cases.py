@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 
 def in_levels(cases, n_fast, n_slow):
@@ -96,8 +97,11 @@ def random_layout(layout, B, h, n, D, dtype):
     return torch.randn(B, n, h, D).to(dtype).transpose(1, 2)  # as a model has them
 
 
-def bias_leaves(bias, H, m, D, dtype):
-    """Fresh random parameters of a kind of bias."""
+def bias_leaves(bias, H, m, D, dtype, B, Tk):
+    """Fresh random parameters of a kind of bias; gates far into a text, with a model's strides."""
+    if bias == "gates":
+        steps = F.logsigmoid(torch.randn(B, Tk, H, dtype=torch.float64) + 1)
+        return [(steps.cumsum(1) - 12_000).transpose(1, 2)]
     if bias == "slopes":
         return [torch.rand(H)]
     if bias == "table":
@@ -113,6 +117,8 @@ def bias_arguments(bias, leaves):
     """The arguments of attention for a kind of bias with these parameters."""
     if bias in ("slopes", "table"):
         return {"bias": leaves[0]}
+    if bias == "gates":
+        return {"gates": leaves[0]}
     if bias == "shaw":
         return {"relative": (*leaves, None)}
     if bias == "xl":
@@ -154,7 +160,7 @@ def random_inputs(T, cached, heads, D, m, bias, mask, dtype, layout, B=0, **_):
     m = {"T": Tk, "more": Tk + 9}[m] if m in ("T", "more") else int(m)
     leaves = [random_layout(layout, B, H, T, D, dtype)]
     leaves += [random_layout(layout, B, Hk, Tk, D, dtype) for _ in range(2)]
-    leaves += bias_leaves(bias, H, m, D, dtype)
+    leaves += bias_leaves(bias, H, m, D, dtype, B, Tk)
 
     def build(q, k, v, *rest):
         return (q, k, v), bias_arguments(bias, rest)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="triton is not installed (it exists for Linux only)",
 )
-FAST = ["sm_80 table 64 causal", "sm_90 none 128 masked"]
+FAST = ["sm_80 table 64 causal", "sm_90 gates 128 masked"]
 ALL = [
     " ".join(case)
     for case in itertools.product(

@@ -39,7 +39,7 @@ FACTORS = {
     "heads": ((1, 1), (3, 3), (6, 6), (12, 12), (4, 1)),
     "D": (7, 16, 40, 64, 128),
     "m": ("1", "5", "T", "more"),
-    "bias": ("none", "slopes", "table", "shaw", "xl"),
+    "bias": ("none", "slopes", "table", "shaw", "xl", "gates"),
     "mask": ("causal", "window", "sinks", "docs", "positions", "all keys"),
     "layout": LAYOUTS,
     "gradient": (*LAYOUTS, "constant"),
@@ -64,6 +64,10 @@ SMALL_CASES = [
     small_case(bias="shaw", mask="window", T=3, cached=40, dtype="float16", B=2),
     small_case(bias="xl", mask="causal", T=66, heads=(1, 1)),
     small_case(bias="xl", mask="positions", T=3, cached=40, B=2),
+    small_case(bias="gates", mask="causal", T=130, heads=(4, 2), D=24, B=2),
+    small_case(bias="gates", mask="sinks", T=66, gradient="sliced"),
+    small_case(bias="gates", mask="docs", T=66, dtype="float16"),
+    small_case(bias="gates", mask="window", T=3, cached=70, heads=(4, 2), dtype="bfloat16", B=2),
 ]
 # Every distance is clipped, also in tiles at the main diagonal, which a cache has shifted.
 ONE_ENTRY_CASES = [
@@ -76,6 +80,12 @@ ONE_ENTRY_CASES = [
 
 def small_inputs(H=2, T=100, D=16, dtype=torch.float32):
     return [torch.randn(2, H, T, D).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def leaf_in(dtype, x):
+    """A copy of a leaf in another dtype; gates stay in float64."""
+    dtype = x.dtype if x.dtype == torch.float64 else dtype
+    return x.detach().to(dtype).requires_grad_()
 
 
 def gradients(loss, leaves, bias=None):
@@ -101,7 +111,7 @@ def check_case(case):
     def compute(attention, dtype):
         copies = leaves
         if attention is reference.attention:
-            copies = [x.detach().to(dtype).requires_grad_() for x in leaves]
+            copies = [leaf_in(dtype, x) for x in leaves]
         arguments, bias = build(*copies)
         outputs = attention(*arguments, **bias, **options, return_lse=True)
         out_grads = (dy.to(dtype), dlse.to(outputs[1].dtype))
@@ -114,7 +124,8 @@ def check_case(case):
     assert found[0].dtype == dtype and found[0].shape == dy.shape
     # A gradient of few numbers, each a sum of large terms of both signs: its size tells little of
     # what was rounded.
-    cancels = dtype == torch.float32 and (case["m"] == "1" or case["bias"] == "slopes")
+    is_small = case["m"] == "1" or case["T"] == 1 or case["bias"] == "slopes"
+    cancels = dtype == torch.float32 and is_small
     names = ("y", "lse", "q", "k", "v", "bias", "bias", "bias")
     for name, x, by_pytorch, expected in zip(names, found, plain, exact, strict=False):
         cancels_here = cancels and name == "bias"
@@ -207,6 +218,24 @@ def test_delta_is_corrected(vectors, rng):
     assert (grad[:, -1] - expected[:, -1]).norm() <= 0.3 * uncorrected.norm()
 
 
+def test_delta_is_corrected_for_gates(rng):
+    """As above. A gate's gradient adds up all that later queries have of keys before it."""
+    T, D = 200, 16
+    q, k, v, dy = (torch.randn(2, 2, T, D).half() for _ in range(4))
+    v = v + 4
+    steps = F.logsigmoid(torch.randn(2, 2, T, dtype=torch.float64) + 4).requires_grad_()
+    y = flash.attention(q, k, v, gates=steps.cumsum(2))
+    (grad,) = torch.autograd.grad(y, steps, dy)
+    q, k, v, dy = (x.double() for x in (q, k, v, dy))
+    y, p = reference.attention(q, k, v, gates=steps.cumsum(2), return_probabilities=True)
+    (expected,) = torch.autograd.grad(y, steps, dy)
+
+    delta_error = ((y.half().double() - y) * dy).sum(-1)
+    later_mass = p.flip(-1).cumsum(-1).flip(-1)  # of keys from each one on
+    uncorrected = (delta_error[:, :, None] @ later_mass)[:, :, 0]
+    assert (grad - expected).norm() <= 0.3 * uncorrected.norm()
+
+
 @pytest.mark.parametrize(
     "n,mask",
     in_levels(itertools.product((37, 1, 149, 150), ("all", "none", "sinks")), n_fast=1, n_slow=2),
@@ -226,10 +255,14 @@ def test_decoding_with_a_valid_length(n, mask, rng):
     shorter = {name: x[:, :n] for name, x in per_key.items()}
     wide = [x.double() for x in (q, k, v)]
     length = {"length": torch.tensor([n]), "return_lse": True}
-    for bias in ("none", "slopes", "table", "shaw", "xl"):
-        leaves = bias_leaves(bias, 4, 30 if bias == "shaw" else capacity, 16, torch.float32)
+    for bias in ("none", "slopes", "table", "shaw", "xl", "gates"):
+        m = 30 if bias == "shaw" else capacity
+        leaves = bias_leaves(bias, 4, m, 16, torch.float32, 2, capacity)
+        if bias == "gates":
+            leaves[0][..., n:] = math.nan
         terms = bias_arguments(bias, leaves)
         found = decode.attention(q, *cache, **terms, **options, **per_key, **length)
+        leaves = [x[..., :n] if bias == "gates" else x for x in leaves]
         terms = bias_arguments(bias, [x.double() for x in leaves])
         exact = reference.attention(*wide, **terms, **options, **shorter, return_lse=True)
         for x, expected in zip(found, exact, strict=True):
@@ -342,7 +375,7 @@ def test_an_optimizer_leaves_entries_that_no_pair_reaches(bias, case, rng):
 
 
 @pytest.mark.parametrize(
-    "bias", in_levels(("table", "xl", "shaw", "slopes", "none"), n_fast=0, n_slow=2)
+    "bias", in_levels(("gates", "table", "xl", "shaw", "slopes", "none"), n_fast=1, n_slow=2)
 )
 def test_the_same_call_gives_the_same_bits(bias, rng):
     """And what comes later in the text changes nothing."""
@@ -401,6 +434,7 @@ def test_keys_far_apart_in_memory(rng):
 def test_operators_pass_opcheck(rng):
     q, k, v = (torch.randn(2, 40, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
     table, keys = torch.randn(4, 7, requires_grad=True), torch.randn(1, 5, 16, requires_grad=True)
+    gates = torch.randn(2, 4, 40, dtype=torch.float64, requires_grad=True)
     docs = torch.zeros(2, 40, dtype=torch.int32)
     where = (docs, None, 9, 1, 40, 40, 7, True, 32, 32)
     segments = [flash.visited(*where, of_keys, docs.device) for of_keys in (0, 0, 1, 0)]
@@ -410,12 +444,12 @@ def test_operators_pass_opcheck(rng):
     mask = (docs, None, segments)
     for operator, arguments in (
         (flash._visited, (*where, True)),
-        (flash._attention, (q, None, k, v, None, None, None, None, [], 0, 0, True, 0.25)),
-        (flash._attention, (q, None, k, v, table, None, *mask, 9, 1, True, 0.25)),
-        (flash._attention, (q, q, k, v, keys, keys, None, None, [], 0, 0, False, 0.25)),
+        (flash._attention, (q, None, k, v, None, None, gates, None, None, [], 0, 0, True, 0.25)),
+        (flash._attention, (q, None, k, v, table, None, None, *mask, 9, 1, True, 0.25)),
+        (flash._attention, (q, q, k, v, keys, keys, None, None, None, [], 0, 0, False, 0.25)),
         (
             decode._decode,
-            (few, None, k_few, v_few, table_few, None, None, None, 0, 0, True, 0.25, length),
+            (few, None, k_few, v_few, table_few, *[None] * 4, 0, 0, True, 0.25, length),
         ),
     ):
         results = torch.library.opcheck(operator, arguments)
@@ -454,6 +488,7 @@ def test_unsupported_arguments_are_rejected(attention):
     q, k, v = (x.detach() for x in small_inputs())
     wide = [x.repeat(1, 1, 1, 20) for x in (q, k, v)]
     two_biases = {"bias": torch.ones(2), "relative": (torch.ones(1, 3, 16), None, None)}
+    gates = torch.zeros(2, 2, 100, dtype=torch.float64)
     for words, arguments, options in (
         ("float64", (q.double(), k.double(), v.double()), {}),
         ("the same for all", (q, k.half(), v), {}),
@@ -461,6 +496,9 @@ def test_unsupported_arguments_are_rejected(attention):
         ("do not fit", (q[:, :1], k, v), {}),
         ("do not fit", wide, {}),
         ("use one of them", (q, k, v), two_biases),
+        ("use one of them", (q, k, v), {"bias": torch.ones(2), "gates": gates}),
+        ("float64", (q, k, v), {"gates": gates.float()}),
+        ("gates are", (q, k, v), {"gates": gates[:, :1]}),
         ("use one above 0", (q, k, v), {"scale": -1.0}),
         ("use slopes", (q, k, v), {"bias": torch.ones(3)}),
         ("docs", (q, k, v), {"docs": torch.ones(2, 5).int()}),
@@ -487,7 +525,7 @@ def test_empty_batch():
 
 SCHEMES = (
     *("nope", "alibi", "t5", "kerple", "kerple-power", "sandwich"),
-    *("shaw", "nezha", "xl", "learned", "sinusoidal"),
+    *("shaw", "nezha", "xl", "learned", "sinusoidal", "fox"),
 )
 WINDOW = {"window": 6, "sinks": 2, "n_kv_head": 2}
 MODELS = [
