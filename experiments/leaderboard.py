@@ -39,6 +39,10 @@ def ARMS(b):
         "rope-p-0.5": "--pos=rope --p_rope=0.5",
         "rope-logn": "--pos=rope --score_scale=logn",
         "rope-ssmax": "--entry=examples/schemes/ssmax.py",
+        "selective-rope": "--entry=examples/schemes/selective_rope.py",
+        "selective-rope-nope": "--entry=examples/schemes/selective_rope.py --layer_pattern=FN",
+        "repo": "--entry=examples/schemes/repo.py",
+        "grape": "--entry=examples/schemes/grape.py",
     }
     schemes = {pos: f"--pos={pos}" for pos in POSITIONS}
     return {name: f"train {flags}" for name, flags in (schemes | hybrids).items()}
@@ -106,4 +110,16 @@ last-quarter: alibi@8L < alibi@L + ln 1.1
 last-quarter: alibi@32L < alibi@L + ln 1.1
 last-quarter: t5@8L < t5@L + ln 1.1
 last-quarter: t5@32L < t5@L + ln 1.1
+# Forget gates (Lin et al. 2025)
+chunked: fox@L < rope@L
+chunked: fox-rope@L < fox@L + 0.02
+chunked: fox@L < fox-rope@L + 0.02
+last-quarter: fox@4L < rope@4L
+last-quarter: fox@8L < fox@L + ln 1.1
+last-quarter: fox@32L < fox@L + ln 1.1
+last-quarter: fox-rope@32L < fox-rope@L + ln 1.1
+# Selective RoPE (2025), which claims nothing beyond the training length, and RePo (Li et al. 2025)
+chunked: selective-rope@L < rope@L
+chunked: repo@L < rope@L + 0.02
+last-quarter: repo@4L < rope@4L
 """

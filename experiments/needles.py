@@ -1,4 +1,4 @@
-"""Which extended models find a passkey in long text, and at which depth?
+"""Which models, extended or of another scheme, find a passkey in long text, and at which depth?
 
 Models are trained on passkey documents of up to L tokens, extended 4 times by extend.py, and asked
 for passkeys in up to 4L tokens, at 5 depths from the start (0) to the end (1). The control has no
@@ -35,8 +35,10 @@ def ARMS(b):
     for name in NAMES:
         steps = max(2, b.steps // 5) if name == "drope" else 0
         arms[name] = ["train --pos=rope --tasks=niah:1", extend(b, name, steps)]
-    for pos in ("nope", "alibi"):
+    for pos in ("nope", "alibi", "fox", "fox-rope"):
         arms[pos] = f"train --pos={pos} --tasks=niah:1"
+    for name, file in (("selective-rope", "selective_rope"), ("repo", "repo")):
+        arms[name] = f"train --entry=examples/schemes/{file}.py --tasks=niah:1"
     return arms
 
 
@@ -70,6 +72,12 @@ end - start: alibi@4L > 0
 needle: nope@2L > none@2L
 needle: nope@3L > none@3L
 needle: nope@4L > none@4L
+# Positions that depend on the text
+needle: fox@L > 0.8
+needle: fox@4L > alibi@4L
+needle: fox@4L > none@4L
+needle: fox-rope@4L > none@4L
+needle: repo@4L > none@4L
 # Exact and approximate attention (Lu et al. 2024)
 needle 1: window@4L > 0.5
 needle 0: window@4L < 0.1
