@@ -323,13 +323,14 @@ from model import GPT, GPTConfig
 
 model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50))
 tokens = torch.randint(0, 50, (2, 12))
-optimizer = torch.optim.SGD(model.parameters(), 0.5)
 losses = []
 for step in range(3):
-    optimizer.zero_grad()
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
-    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.5 * p.grad
+            p.grad = None
     losses.append(loss.item())
 model.extend("yarn", 2)
 text = torch.cat(list(model.generate(tokens, 10, temperature=0)), 1)
