@@ -26,6 +26,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 RESULTS = ("README.md", "results/README.md", "results/negative.md")
 RESULTS = [ROOT / "experiments" / name for name in RESULTS]
 FOLDERS = ("config", "data", "docs", "examples", "experiments", "kernels", "nanolong")
+FOLDERS += ("examples/schemes",)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 # -----------------------------------------------------------------------------
