@@ -42,7 +42,6 @@ NOT_RUN = {
     "hf.py import": "it needs a public checkpoint: test_hub.py and test_gguf.py write such files",
     ".gguf": "it needs a tokenizer that llama.cpp has: test_gguf.py has some",
     "--chat": "it needs a chat template: test_chat.py has some",
-    "exported.gguf": "llama.cpp has no tokenizer of bytes, which this run has: test_gguf.py",
 }
 SHORT = {
     "train.py": [*TINY, "--n_kv_head=0"],
