@@ -1,4 +1,4 @@
-"""RePo (Li et al. 2025): RoPE at positions that a small network reads off each token.
+"""RePo (Li et al. 2025, arXiv 2512.14391): RoPE at positions that a network reads off each token.
 
     python train.py --entry=examples/schemes/repo.py config/debug.toml
 
@@ -8,8 +8,6 @@ In all layers but the lowest third, for each key head, with x what attention is 
 
 Queries and keys are rotated by z_t times RoPE's frequencies. Lower layers are RoPE's: in the first
 one z depends on the token alone, so it holds no order. Extension methods are RoPE's.
-
-Source: Li et al., RePo: Language Models with Context Re-Positioning, 2025 (arXiv 2512.14391).
 """
 
 import torch
@@ -29,8 +27,7 @@ class RePo(RoPE):
         self.first_layer = max(1, L // 3)  # 5 of 16 in the paper
         std = 0.02 * (2048 / C) ** 0.5  # 0.02 at the paper's 2,048 channels
         shapes = (n, C), (n, C), (config.n_kv_head, n)
-        weights = [nn.Parameter(torch.randn(L, *shape) * std) for shape in shapes]
-        self.gate, self.value, self.out = weights
+        self.gate, self.value, self.out = (nn.Parameter(torch.randn(L, *s) * std) for s in shapes)
 
     def rotate(self, q, k, pos, layer):
         if layer >= self.first_layer:
