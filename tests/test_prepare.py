@@ -87,7 +87,7 @@ def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, data_folder, mo
     monkeypatch.setattr(texts, "PART", 1 << 14)
     peaks = []
     for n in (4, 16):
-        lines = (f"line {i * i} of the text: {TEXT[:60]}\n" for i in range(n * 1_000))
+        lines = (f"line {i * i} of the text: {TEXT[:60]}\n" for i in range(n * 2_000))
         (tmp_path / "t.txt").write_text("".join(lines))
         tracemalloc.start()
         prepare_text(tmp_path / "t.txt", f"of-{n}", tokenizer=tokenizer)
