@@ -6,7 +6,7 @@
     loss = model(tokens, targets)  # mean cross-entropy in nats per token; targets of -1 are ignored
     for token in model.generate(tokens, 100): ...
 
-Contents: GPTConfig; Attention, MLP, Block; 14 position schemes; GPT. At most 1,200 lines.
+Contents: GPTConfig; Attention, MLP, Block; 14 position schemes; GPT. At most 1,210 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
 vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
