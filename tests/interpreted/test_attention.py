@@ -64,7 +64,7 @@ SMALL_CASES = [
     small_case(bias="shaw", mask="window", T=3, cached=40, dtype="float16", B=2),
     small_case(bias="xl", mask="causal", T=66, heads=(1, 1)),
     small_case(bias="xl", mask="positions", T=3, cached=40, B=2),
-    small_case(bias="gates", mask="causal", T=130, heads=(4, 2), D=24, B=2),
+    small_case(bias="gates", mask="causal", T=66, heads=(4, 2), D=24, B=2),
     small_case(bias="gates", mask="sinks", T=66, gradient="sliced"),
     small_case(bias="gates", mask="docs", T=66, dtype="float16"),
     small_case(bias="gates", mask="window", T=3, cached=70, heads=(4, 2), dtype="bfloat16", B=2),
