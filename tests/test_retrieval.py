@@ -98,6 +98,16 @@ def test_prompts_depend_on_the_seed_the_task_and_the_length_only():
     assert set(first.prompts).isdisjoint(other.prompts)
 
 
+def test_an_answer_with_one_wrong_token_is_wrong():
+    (cell, *_) = plan(Oracle([]), "ruler", ruler=("niah",))
+    model = Oracle(cell.records)
+    for targets in model.answers.values():
+        targets[-1] += 1
+    (cell, *_) = plan(model, "ruler", ruler=("niah",))
+    (record,) = cell.measure()
+    assert record["accuracy"] == intervals.fraction_interval([False] * 6)
+
+
 def test_logits_that_are_no_numbers_are_no_answers():
     """Of the answer alone: what stands before it is not looked at."""
     model = Oracle([], probability=math.nan)
