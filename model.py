@@ -191,7 +191,7 @@ class Attention(nn.Module):
         if self.query_scale != "none":
             q = self.scale_queries(q, pos[..., None, :, None])
         # Rotate queries and keys by their positions, or by the text; compute gates from the text.
-        past = Past(scheme, self.layer, cache, mask["docs"])
+        past = Past(scheme, self.layer, cache, mask.get("docs"))
         q, k = scheme.rotate(q, k, pos, self.layer)
         angles = scheme.angles(x, self.layer, past)
         if angles is not None:
