@@ -51,7 +51,7 @@ class BenchConfig:
     nanogpt: str = ""  # train: a checkout in which data/shakespeare_char/prepare.py has run
     rounds: int = 5  # turns of each implementation
     steps: int = 100  # train: timed steps of the smallest model; larger ones take fewer, at least 2
-    shapes: tuple[str, ...] = ()  # train: of characters, demo and GPT-2; default: all there are
+    shapes: tuple[str, ...] = ()  # of the models of train, or of sample; default: all there are
     dtypes: tuple[str, ...] = ()  # train: default: float32 on a CPU, bfloat16 on a GPU
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     out_dir: str = ""  # default: out/bench/DEVICE
@@ -264,9 +264,7 @@ def time_training(cfg, device):
     rows = []
     dtypes = cfg.dtypes or ("bfloat16" if device.type == "cuda" else "float32",)
     shapes = SHAPES[device.type]
-    unknown = set(cfg.shapes) - set(shapes)
-    require(not unknown, f"--shapes has others than {', '.join(shapes)}: give these")
-    for name, dtype in itertools.product(cfg.shapes or shapes, dtypes):
+    for name, dtype in itertools.product(chosen(cfg, shapes), dtypes):
         *sizes, fewer = shapes[name]
         shape = dict(zip(SIZES, sizes, strict=True))
         work = (shape["batch_size"] * shape["block_size"], "tokens/s")
@@ -284,6 +282,13 @@ def time_training(cfg, device):
                     clocks = call_each(time_first_step, programs)
                     rows += compare("to the first step", case, clocks, cfg.rounds, 1, "starts/s")
     return rows
+
+
+def chosen(cfg, shapes):
+    """Return the names of --shapes, by default all."""
+    unknown = set(cfg.shapes) - set(shapes)
+    require(not unknown, f"--shapes has others than {', '.join(shapes)}: give these")
+    return cfg.shapes or shapes
 
 
 def model_clocks(cfg, device, shape, dtype, compiled):
@@ -389,7 +394,8 @@ def time_sampling(cfg, device):
     difference between 48 new tokens and 4, after prompts of 64. hf.py exports the models and checks
     that transformers has the same logits. In bfloat16, too, if sample.py uses it here."""
     rows = []
-    for size, (shape, batch_size) in MODELS.items():
+    for size in chosen(cfg, MODELS):
+        shape, batch_size = MODELS[size]
         model = GPT(GPTConfig(**shape)).to(device)
         for p in model.parameters():
             torch.nn.init.normal_(p, mean=float(p.dim() == 1), std=0.04)
