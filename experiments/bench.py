@@ -280,8 +280,9 @@ def time_training(cfg, device):
                     clocks = call_each(time_program, programs)
                     rows += compare("whole processes", case, clocks, cfg.rounds, *work)
                     if not compiled:  # the compiler would be timed
-                        clocks = call_each(time_first_step, programs)
-                        rows += compare("to the first step", case, clocks, cfg.rounds, 1, "starts/s")
+                        starts = call_each(time_first_step, programs)
+                        how = (case, starts, cfg.rounds, 1, "starts/s")
+                        rows += compare("to the first step", *how)
     return rows
 
 
