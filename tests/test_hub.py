@@ -110,11 +110,13 @@ def hf(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", ["q.weight", "head", "window", "frequencies", "mlp"])
-def test_a_fault_is_noticed(name, hf, tmp_path):
+@pytest.mark.parametrize("name", ["q.weight", "head", "window", "frequencies", "mlp", "far"])
+def test_a_fault_is_noticed(name, hf, tmp_path, monkeypatch):
     """In the last layer, of the head, beyond a window, beyond the original length."""
     # a window of more tokens than the whole models compute
     theirs = load_folder(hf("mistral, window", "llama3", sliding_window=50))
+    if name == "far":
+        theirs = load_folder(hf("llama", "llama3"))
     model = convert.import_model(GPT, theirs.config, theirs.state_dict())
     assert all(float(line.split(": ")[-1]) < 1e-4 for line in verify.compare(model, theirs))
     if name == "window":
@@ -126,6 +128,11 @@ def test_a_fault_is_noticed(name, hf, tmp_path):
         model.pos.inv_freq[-1] *= 8 / 7.9
     elif name == "head":
         model.head.weight.data = model.head.weight * 1.001
+    elif name == "far":
+        cos_sin, last = type(model.pos).cos_sin, model.config.original_length - 1
+        monkeypatch.setattr(
+            type(model.pos), "cos_sin", lambda pos, t: cos_sin(pos, t.clamp(max=last))
+        )
     else:
         last = model.blocks[-1]
         p = last.attention.q.weight if name == "q.weight" else last.mlp.up.weight
