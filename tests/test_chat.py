@@ -52,7 +52,7 @@ REST = """{% set state = namespace(n=0) %}{% set tools = tools or [] %}
 Today: {{ strftime_now("%d %B %Y") }}
 {% for message in messages if message.content %}
 {% if loop.index > 5 %}{% break %}{% endif %}
-{% set state.n = state.n + 1 %}
+    {% set state.n = state.n + 1 %}
 {% if state.n > 9 %}{% continue %}{% endif %}
   <|user|>{{ message | tojson }} {{ {'b': '<&>é', 'a': 1} | tojson(indent=2, sort_keys=true) }}
 <|end|>
