@@ -40,6 +40,8 @@ def count_tokens(length, b):
     if not parts:
         raise UserError(f"{length!r} is no length: give one such as 84, L, 4L or L+20")
     times, is_relative, more = parts.groups()
+    if is_relative and not hasattr(b, "L"):
+        raise UserError(f"{length} counts training lengths L: state BUDGETS = {{'mine': 'L=64'}}")
     unit = b.L if is_relative else 1
     return int(times or 1) * unit + int(more or 0)
 

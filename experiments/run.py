@@ -1,7 +1,7 @@
 """Run an experiment: train, extend and evaluate as a user would, and judge what came out.
 
     python experiments/run.py leaderboard                    all arms, three seeds
-    python experiments/run.py leaderboard --budget=try       seconds, a test without meaning
+    python experiments/run.py leaderboard --budget=try       minutes, a test without meaning
     python experiments/run.py leaderboard --arms=rope,alibi --seeds=1,2
     python experiments/run.py leaderboard --entry=my_scheme.py     an arm for a scheme of yours
     python experiments/run.py leaderboard --redraw           only the report, from its JSON
