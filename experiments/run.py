@@ -205,7 +205,10 @@ def prepare_data(experiment):
 def measures_of(flags):
     """Return what a call of evaluate.py measures: measure -> lengths, [] for its default."""
     given = dict(word.partition("=")[::2] for word in split(flags))
-    lengths = [int(length) for length in given.get("--lengths", "").split(",") if length]
+    lengths = list(filter(None, given.get("--lengths", "").split(",")))
+    if not all(map(str.isdigit, lengths)):
+        raise UserError(f"--lengths={given['--lengths']} in EVALUATE: give numbers, as 64,256")
+    lengths = [int(length) for length in lengths]
     task = given.get("--task", "loss")
     if task == "needle":
         names = [f"needle {number / 4:g}" for number in range(5)] + ["needle", "needle control"]

@@ -122,6 +122,7 @@ def test_the_code_that_counts_is_that_of_the_own_scheme(tmp_path, monkeypatch):
         ("rope-yarn@32", "rope-yarn@64", [], "64 is not among --lengths"),
         ("+ ln 2", "+ a bit", [], "is no claim"),
         ("rope-yarn@32", "rope-yarn@L", [], "state BUDGETS"),
+        ("--lengths=16,32", "--lengths=16,2L", [], "in EVALUATE: give numbers"),
         ("", "", ["--budget=gpu"], "there is no budget 'gpu'"),
         ("ARMS", "ARM", [], "states no ARMS"),
         ("ARMS = {", "ARMS = {{", [], "mine.py cannot be run (SyntaxError"),
