@@ -24,7 +24,7 @@ import data
 from kernels import check
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import devices, entry, optim, parallel, progress, run
-from nanolong.errors import report, require, run_main
+from nanolong.errors import note, report, require, run_main
 
 
 @dataclass
@@ -446,6 +446,9 @@ def make_model(args):
             model.meta = {**kept, "parent": str(model.folder)}
         return model
     config.vocab_size = data.vocabulary_size(cfg.dataset)
+    names = [Path(file).stem for file in cfg.entry]
+    if names and config.pos not in names:  # a preset's scheme wins
+        note(f"--pos={config.pos} is trained, and no scheme of --entry: give --pos={names[0]}")
     torch.manual_seed(cfg.seed)
     model = GPT(config) if weights else parallel.build_without_weights(GPT, config)
     entry.check_scheme(model)

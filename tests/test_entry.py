@@ -78,6 +78,13 @@ def test_an_entry_goes_from_training_to_every_script(entry, call_anew, text_data
         assert_success(call_anew(*words, f"--entry={entry}"))
 
 
+def test_a_preset_that_wins_over_an_entry_is_named(entry, call_anew, text_data, tmp_path):
+    words = [*TINY, "--max_iters=1", f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
+    done = assert_success(call_anew("train.py", *words, f"--entry={entry}", "--pos=alibi"))
+    assert "--pos=alibi is trained, and no scheme of --entry" in done.stderr
+
+
+
 def test_an_edited_entry_is_named_with_old_weights(entry, call_anew, text_data, tmp_path):
     """In one line; weights that were trained with the edited file are not old."""
     run = tmp_path / "run"
