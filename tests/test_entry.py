@@ -84,7 +84,6 @@ def test_a_preset_that_wins_over_an_entry_is_named(entry, call_anew, text_data, 
     assert "--pos=alibi is trained, and no scheme of --entry" in done.stderr
 
 
-
 def test_an_edited_entry_is_named_with_old_weights(entry, call_anew, text_data, tmp_path):
     """In one line; weights that were trained with the edited file are not old."""
     run = tmp_path / "run"
