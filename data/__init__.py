@@ -30,7 +30,6 @@ from data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     ImportedTokenizer,
-    decode_stream,
     encode_prompt,
     load_tokenizer_json,
     same_vocabulary,

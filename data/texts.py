@@ -22,7 +22,6 @@ from tqdm import tqdm
 from data.dataset import why_no_text
 from data.token_files import TokenWriter, dataset_folder, open_tokens
 from data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
-from nanolong import tokenizer_files
 from nanolong.errors import UserError, require
 
 SHAKESPEARE = (
@@ -297,7 +296,6 @@ def write_dataset(folder, tokenizer, texts, about):
         **about,
         "tokens": {},
         "bytes": {"train": 0, "val": 0},
-        "sha256": {},
     }
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as tmp:
         made = Path(tmp) / folder.name
@@ -318,10 +316,12 @@ def write_dataset(folder, tokenizer, texts, about):
             remedy = "give more text, or another --val_fraction"
             require(n_bytes, f"there is too little text for {split}.bin: {remedy}")
             meta["tokens"][split] = writers[split].n_tokens
-        for name, content in tokenizer_files.contents(meta["tokenizer"]).items():
+        tokenizer_files = meta["tokenizer"].get("files", {})
+        for name, content in tokenizer_files.items():
             (made / name).write_bytes(content)
-            meta["sha256"][name] = hashlib.sha256(content).hexdigest()
-        content = json.dumps(tokenizer_files.without_contents(meta), indent=1, allow_nan=False)
+        if tokenizer_files:
+            meta["tokenizer"]["files"] = sorted(tokenizer_files)
+        content = json.dumps(meta, indent=1, allow_nan=False)
         (made / "meta.json").write_text(content + "\n", encoding="utf-8")
         os.rename(made, folder)
     return meta["tokens"]

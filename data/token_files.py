@@ -11,13 +11,11 @@ import hashlib
 import json
 import math
 import re
-import shlex
 from pathlib import Path
 
 import numpy as np
 
 from data.tokenizer import BPETokenizer
-from nanolong import tokenizer_files
 from nanolong.errors import UserError, note, require
 
 HERE = Path(__file__).resolve().parent
@@ -146,15 +144,12 @@ def find_dataset(name) -> Path:
         if folder.is_dir() and (is_path or any(folder.glob("*.bin"))):
             return folder
     is_known = name in ("python", "shakespeare", "fineweb10B")
-    own = re.sub(r"[^\w-]+", "-", path.stem).strip("-_") or "text"
-    source = f"--dataset={name}" if is_known else f"FILE_OR_FOLDER --name={own}"
-    if path.exists():
-        source = f"{shlex.quote(str(path))} --name={own}"
-        what = f"{path} is a text, not a dataset"
-    else:
-        ready = ", ".join(sorted(file.parent.name for file in HERE.glob("*/meta.json")))
-        what = f"there is no dataset {str(name)!r} (those that are: {ready or 'none'})"
-    raise UserError(f"{what}: prepare it with python data/prepare.py {source}")
+    source = f"--dataset={name}" if is_known else f"FILE_OR_FOLDER --name={path.stem}"
+    ready = ", ".join(sorted(file.parent.name for file in HERE.glob("*/meta.json")))
+    raise UserError(
+        f"there is no dataset {str(name)!r} (those that are: {ready or 'none'}): prepare it with "
+        f"python data/prepare.py {source}"
+    )
 
 
 def split_mixture(name) -> dict[str, float]:
@@ -209,7 +204,10 @@ def vocabulary_size(name) -> int:
 
 
 def read_meta(folder):
-    """Read the meta.json of a dataset: tokenizer, vocab_size, bos, bos_default and more."""
+    """Read the meta.json of a dataset: tokenizer, vocab_size, bos, bos_default and more.
+
+    The tokenizer is as in the meta.json of a checkpoint, with the contents of its files.
+    """
     file = folder / "meta.json"
     if not file.is_file():
         return meta_of_bare_files(folder)
@@ -218,10 +216,12 @@ def read_meta(folder):
         meta = json.loads(file.read_text(encoding="utf-8"))
         spec, bos, _ = (meta[key] for key in ("tokenizer", "bos", "bos_default"))
         ids = range(meta["vocab_size"])
+        if spec and "files" in spec:
+            spec["files"] = {name: (folder / name).read_bytes() for name in spec["files"]}
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error!r}): {remedy}") from None
     require(bos is None or bos in ids, f"{file} is damaged (bos is {bos!r}): {remedy}")
-    return meta | {"tokenizer": tokenizer_files.read(folder, spec, meta.get("sha256", {}), remedy)}
+    return meta
 
 
 def meta_of_bare_files(folder):

@@ -4,7 +4,6 @@ Every tokenizer has
 
     encode(text)    the token ids of a text; what looks like a special token is plain text
     decode(ids)     the bytes that ids stand for, as a continuation; special tokens stand for none
-    bytes_of(id)    those of one id
     vocab_size      the number of ids, which is the model's if its vocabulary is padded
     bos, eos        the ids that start and end a document, or None; eos only if it is not bos
     special_tokens  text -> id
@@ -13,10 +12,9 @@ Every tokenizer has
     hash            16 digits, the same for tokenizers that encode alike
     to_json()       a dict from which tokenizer_from_json() makes the tokenizer again
 
-A meta.json holds to_json(); of a dataset, files lie next to it (nanolong/tokenizer_files.py).
+A meta.json holds to_json(); of a dataset, the files of a tokenizer lie next to it.
 """
 
-import codecs
 import contextlib
 import functools
 import hashlib
@@ -38,9 +36,6 @@ class Tokenizer:
 
     def decode(self, ids):
         return b"".join(self.token_bytes[i] for i in ids if i < len(self.token_bytes))
-
-    def bytes_of(self, i):
-        return self.token_bytes[i]
 
     @functools.cached_property
     def byte_lengths(self):
@@ -320,26 +315,19 @@ def train_bpe(texts, vocab_size: int) -> ImportedTokenizer:
 
 
 # -----------------------------------------------------------------------------
-# Tokenizers in JSON, prompts and generated text
+# Tokenizers in JSON, and prompts
 
 
 def tokenizer_from_json(spec):
     """Make the tokenizer that to_json() described; None, of token files alone, makes None."""
     if spec is None:
         return None
-    try:
-        options = dict(spec)
-        kind = options.pop("kind")
-        if kind == "bpe":
-            return BPETokenizer.named(options["name"])
-        kinds = {"bytes": ByteTokenizer, "char": CharTokenizer, "imported": ImportedTokenizer}
-        require(kind in kinds, f"there is no tokenizer of kind {kind!r} here: use a newer version")
-        return kinds[kind](**options)
-    except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"the tokenizer in meta.json is damaged ({type(error).__name__}: {error}): prepare the "
-            "dataset again, or use another checkpoint"
-        ) from None
+    kinds = {"bytes": ByteTokenizer, "char": CharTokenizer, "imported": ImportedTokenizer}
+    kinds["bpe"] = BPETokenizer.named
+    options = dict(spec)
+    kind = options.pop("kind", None)
+    require(kind in kinds, f"there is no tokenizer of kind {kind!r} here: use a newer version")
+    return kinds[kind](**options)
 
 
 def same_vocabulary(one, other) -> bool:
@@ -357,13 +345,3 @@ def encode_prompt(tokenizer, bos, text: str) -> list[int]:
         return [bos, *tokenizer.encode(text)]
     can_start = text or b"\n" in tokenizer.token_bytes
     return tokenizer.encode(text or "\n") if can_start else [0]
-
-
-def decode_stream(tokens, tokenizer):
-    """Yield the text of token ids while they are generated; parts of a character are held back."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        if text := decoder.decode(tokenizer.decode([token])):
-            yield text
-    if text := decoder.decode(b"", final=True):
-        yield text

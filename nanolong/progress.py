@@ -160,6 +160,5 @@ def report_end(GPT, cfg, stopped):
     tokens = model.generate(prompt, n, temperature=0.8, top_k=200, generator=generator)
     # as in training, for which the kernels were checked
     with devices.autocast(device, devices.pick_dtype(cfg.dtype, device)):
-        for text in data.decode_stream((token.item() for token in tokens), tokenizer):
-            print(text, end="", flush=True)
-    print()
+        ids = [token.item() for token in tokens]
+    print(tokenizer.decode(ids).decode(errors="replace"))
