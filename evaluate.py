@@ -41,7 +41,7 @@ and the length only. Small models know their format only from training: train.py
 Scores are not those that are published for RULER.
 """
 
-from nanolong import settings  # isort: skip (first: --help before torch is imported)
+from nanolong import settings  # isort: skip (first: it refuses an old Python)
 import contextlib
 import os
 from dataclasses import asdict, dataclass

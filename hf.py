@@ -16,7 +16,7 @@ requirements-hf.txt). docs/huggingface.md lists the families. What has no equiva
 side is refused. Only JSON, safetensors and GGUF are read, and of a ckpt.pt tensors and numbers.
 """
 
-from nanolong import settings  # isort: skip (first: --help before torch is imported)
+from nanolong import settings  # isort: skip (first: it refuses an old Python)
 
 import importlib.util
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ Takes a run folder (its newest step) or a step folder. The checkpoint says how i
 extended, so no flag of extend.py is repeated here.
 """
 
-from nanolong import settings  # isort: skip (first: --help before torch is imported)
+from nanolong import settings  # isort: skip (first: it refuses an old Python)
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     # Python put data/ there, and the packages of the project are in its parent.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from nanolong import settings  # isort: skip (first: --help before torch is imported)
+from nanolong import settings  # isort: skip (first: it refuses an old Python)
 
 from data import texts
 from data.tokenizer import BPETokenizer, tokenizer_from_json

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nanolong import settings  # isort: skip (first: --help before torch is imported)
+from nanolong import settings  # isort: skip (first: it refuses an old Python)
 import math
 from dataclasses import dataclass
 

@@ -6,7 +6,7 @@
 
 A field of a dataclass is a setting. Its help is the comment on its line or directly above it, and a
 comment `# [name]` starts a group of settings. Every script imports this file first: it answers a
-Python that is too old, --help, and Ctrl-C during the imports, which take seconds.
+Python that is too old.
 """
 
 import sys
@@ -18,10 +18,10 @@ if sys.version_info < (3, 11):  # noqa: UP036 (an old Python has to be able to r
     )
     sys.exit(2)
 
-import ast
 import difflib
+import inspect
 import math
-import os
+import re
 import textwrap
 import tomllib
 import types
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from nanolong.errors import UserError, discard_stdout, require
+from nanolong.errors import UserError, require
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 HIDDEN = ("GPTConfig.vocab_size", "GPTConfig.extension")  # the dataset and GPT.extend() set these
@@ -59,7 +59,10 @@ def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
     """
     hints = {name: hint for cls in classes.values() for name, hint in settings_of(cls).items()}
     words = list(sys.argv[1:] if argv is None else map(str, argv))
-    answer_help(words)  # of a main() that is called
+    if {"--help", "-h"} & set(words):
+        listed = [cls for name, cls in classes.items() if name not in unlisted]
+        print(help_of(listed, paths), flush=True)
+        sys.exit(0)
     presets, flags, others = {}, {}, []
     while words:
         word = words.pop(0)
@@ -155,15 +158,11 @@ def convert_scalar(value, kind):
         raise TypeError
     if kind is str:
         return value
-    number = float(value)
-    if not 0 <= number < (math.inf if kind is float else MOST):
+    number = float(value)  # 1e3 and 10_000 are whole numbers, too
+    most = math.inf if kind is float else MOST
+    if not 0 <= number < most or kind(number) != number:
         raise ValueError
-    if kind is float:
-        return number
-    # 1e3 and 10_000 are whole, too
-    if number != int(number):
-        raise ValueError
-    return int(number)
+    return kind(number)
 
 
 def without_none(hint):
@@ -172,82 +171,50 @@ def without_none(hint):
 
 
 # -----------------------------------------------------------------------------
-# --help, from the source of a script alone: before torch is imported, which takes seconds.
+# --help
 
 
-def answer_help(words):
-    """Print --help of the script that is run, and exit, if the words ask for it."""
-    file = Path(sys.argv[0])
-    if {"--help", "-h"} & set(words) and file.suffix == ".py":
-        try:
-            print(help_of(file), flush=True)
-        except BrokenPipeError:  # whoever reads it has seen enough: python train.py --help | head
-            discard_stdout()
-        sys.exit(0)
-
-
-def help_of(file):
-    """The text of --help: a script's docstring, and a line for each setting, in groups."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    parsed = next(call for call in calls if ast.unparse(call.func) == "settings.parse")
-    words = {keyword.arg: keyword.value for keyword in parsed.keywords}
-    unlisted = ast.literal_eval(words.get("unlisted", ast.Tuple([])))
+def help_of(classes, paths=None):
+    """The text of --help: the script's docstring, and a line for each setting, in groups."""
     groups = {}
-    for name, value in words.items():
-        if ast.unparse(value).endswith("Config") and name not in unlisted:
-            cls = ast.unparse(value)
-            for setting, (group, line) in describe(file, cls).items():
-                if f"{cls}.{setting}" not in HIDDEN:
-                    groups.setdefault(group, []).append(line)
-    lines = [ast.get_docstring(tree)]
+    for cls in classes:
+        hints = settings_of(cls)
+        for name, (group, comment) in comments_of(cls).items():
+            if name in hints:
+                is_choice = typing.get_origin(hints[name]) is typing.Literal
+                choices = "|".join(typing.get_args(hints[name])) if is_choice else ""
+                setting = f"--{name}={format_value(getattr(cls, name))}"
+                line = f"  {setting:<36} {'; '.join(filter(None, (choices, comment)))}"
+                groups.setdefault(group, []).extend(wrap(line))
+    lines = [(sys.modules["__main__"].__doc__ or "").strip()]
     for group, entries in groups.items():
         lines += ["", f"{group}:", *entries]
     lines += ["", *wrap(f"  presets: {preset_names()}; they stack, and flags win")]
-    if "paths" in words:
-        lines += wrap(f"  other words: {ast.literal_eval(words['paths'])}")
+    if paths:
+        lines += wrap(f"  other words: {paths}")
     return "\n".join(lines)
 
 
-def describe(file, name):
-    """Setting -> (group, line) of a dataclass in a file, or in one that this file imports it from.
+def comments_of(cls):
+    """Setting -> (group, comment) of a dataclass, and of those that it derives from.
 
     The comment of a setting is on its line, or directly above it.
     """
-    file, node = find_class(file, name)
-    source = file.read_text(encoding="utf-8").splitlines()
-    found, group, end = {}, "settings", node.lineno
-    for field in node.body:
-        if not isinstance(field, ast.AnnAssign):
-            continue
-        above = []
-        for line in map(str.strip, source[end : field.lineno - 1]):  # since the field before
-            if line.startswith("# ["):
-                group, above = line[3:-1], []
-            else:
-                above = [*above, line[2:]] if line.startswith("# ") else []
-        end = field.end_lineno
-        comment = source[end - 1].partition("  # ")[2] or " ".join(above)
-        annotation = ast.unparse(field.annotation)
-        if annotation.startswith("Literal["):
-            choices = ast.literal_eval(field.annotation.slice)
-            comment = "|".join(choices) + (f"; {comment}" if comment else "")
-        default = format_value(ast.literal_eval(field.value))
-        line = f"  --{field.target.id + '=' + default:<34} {comment}"
-        found[field.target.id] = (group, "\n".join(wrap(line)))
-    for base in node.bases:
-        found = {**found, **{k: v for k, v in describe(file, base.id).items() if k not in found}}
+    found, group, above = {}, "settings", []
+    for line in map(str.strip, inspect.getsource(cls).splitlines()):
+        setting = re.match(r"(\w+): .* = .*?(?:  # (.*))?$", line)
+        if line.startswith("# ["):
+            group, above = line[3:-1], []
+        elif line.startswith("# "):
+            above.append(line[2:])
+        elif setting:
+            name, comment = setting.groups()
+            found[name] = (group, comment or " ".join(above))
+            above = []
+    for base in cls.__bases__:
+        if base is not object:
+            found |= {name: x for name, x in comments_of(base).items() if name not in found}
     return found
-
-
-def find_class(file, name):
-    """The file that states a class which a file states or imports, and its node."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return file, node
-        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
-            return find_class(CONFIG.parent / f"{node.module.replace('.', '/')}.py", name)
-    raise LookupError(f"{file} has no class {name}")
 
 
 def wrap(line):
@@ -261,14 +228,3 @@ def format_value(value):
     if isinstance(value, bool):
         return str(value).lower()
     return "auto" if value is None else str(value) or "''"
-
-
-def exit_if_interrupted(kind, error, traceback):
-    """The hook for uncaught errors: errors.run_main() catches Ctrl-C only after the imports."""
-    if issubclass(kind, KeyboardInterrupt):
-        os._exit(130)
-    sys.__excepthook__(kind, error, traceback)
-
-
-sys.excepthook = exit_if_interrupted
-answer_help(sys.argv[1:])

@@ -18,7 +18,6 @@ from conftest import BUILT_IN, ROOT, TINY, assert_success
 
 import data
 import model as model_module
-from nanolong import settings
 from rope_scaling import METHODS, OPTIONS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -136,7 +135,7 @@ def test_the_commands_of_a_page_run_as_they_are_typed(page, call, reader):
             assert "python -m" in command, f"{command}: no script of this project"
             continue
         words = words[words.index(script) + 1 :]
-        known = settings.help_of(ROOT / script)
+        known = call(script, "--help").stdout
         for name in re.findall(r"--(\w+)", " ".join(words)):
             assert f"  --{name}=" in known, f"{command}: {script} has no --{name}"
         if not any(part in command for part in NOT_RUN):
@@ -238,9 +237,9 @@ def test_the_documents_know_every_scheme_and_method():
             assert f"`{option}" in extension, (method, option)
 
 
-def test_settings_in_the_text_exist():
+def test_settings_in_the_text_exist(call):
     scripts = "train extend evaluate sample hf data/prepare experiments/run experiments/bench"
-    text = "".join(settings.help_of(ROOT / f"{script}.py") for script in scripts.split())
+    text = "".join(call(f"{script}.py", "--help").stdout for script in scripts.split())
     known = {"help", *re.findall(r"^  --(\w+)=", text, re.M)}
     # of torchrun, Slurm, pip, make, pytest, jupyter and other clients
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_id", "rdzv_endpoint"}
@@ -252,9 +251,9 @@ def test_settings_in_the_text_exist():
             assert setting in known, f"{page.name}: --{setting}"
 
 
-def test_presets_have_settings_that_exist_and_are_listed():
+def test_presets_have_settings_that_exist_and_are_listed(call):
     training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    text = "".join(settings.help_of(ROOT / script) for script in ("train.py", "extend.py"))
+    text = "".join(call(script, "--help").stdout for script in ("train.py", "extend.py"))
     known = set(re.findall(r"^  --(\w+)=", text, re.M))
     for preset in sorted((ROOT / "config").rglob("*.toml")):
         name = preset.relative_to(ROOT / "config").as_posix()
