@@ -32,8 +32,7 @@ FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 # Of fewer documents than this the end of each is validation, and no whole one.
 FEW_DOCUMENTS = 20
 PART = 1 << 20  # characters that are encoded at once
-# where most vocabularies end a token: before a word, after a line, and after a mark of Chinese
-CUTS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=\S\n)(?=\S)|(?<=[。，、])(?=\w)")
+CUTS = re.compile(r"(?<=\S) (?=\S)")  # most vocabularies start a token at the space between words
 
 
 # -----------------------------------------------------------------------------
@@ -119,33 +118,32 @@ class NoText(UserError):
 
 def read_documents(name, path, as_bytes):
     """Yield the name and the text, or the bytes, of each document of a file. Raises NoText."""
-    with open(path, "rb") as f:
-        reason = why_no_text(f.read(8192))
-    if reason:
-        raise NoText(reason)
     try:
-        if path.suffix.lower() == ".jsonl":
-            yield from read_lines(name, path, as_bytes)
-        else:
-            content = path.read_bytes()
-            yield name, content if as_bytes else content.decode()
+        for document, content in read_contents(name, path):
+            yield document, content if as_bytes else content.decode()
     except UnicodeDecodeError:
         raise NoText("not UTF-8: convert it, or use --tokenizer=bytes") from None
 
 
-def read_lines(name, path, as_bytes):
-    """Do as read_documents() for a .jsonl file, whose documents are named by their lines."""
-    with open(path, encoding="utf-8-sig") as f:
+def read_contents(name, path):
+    """Yield the name and the bytes of each document; those of a .jsonl file are named by lines."""
+    with open(path, "rb") as f:
+        reason = why_no_text(f.read(8192))
+        if reason:
+            raise NoText(reason)
+        f.seek(0)
+        if path.suffix.lower() != ".jsonl":
+            yield name, f.read()
+            return
         for number, line in enumerate(f, 1):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)["text"]
-                content = text.encode()
+                content = json.loads(line)["text"].encode()
             except (ValueError, TypeError, KeyError, AttributeError):
                 remedy = "write one (of messages, all of a conversation), or name the file .txt"
                 raise NoText(f'JSON without a "text" in line {number}: {remedy}') from None
-            yield f"{name}:{number}", content if as_bytes else text
+            yield f"{name}:{number}", content
 
 
 def hash_fraction(name):

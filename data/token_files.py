@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from data.tokenizer import BPETokenizer
-from nanolong.errors import UserError, note, require
+from nanolong.errors import UserError, require
 
 HERE = Path(__file__).resolve().parent
 
@@ -139,9 +139,8 @@ def find_dataset(name) -> Path:
     Raises UserError with the command that prepares it.
     """
     path = Path(name)
-    is_path = path.is_absolute() or len(path.parts) > 1
     for folder in (path, dataset_folder(name)):
-        if folder.is_dir() and (is_path or any(folder.glob("*.bin"))):
+        if any(folder.glob("*.bin")):
             return folder
     is_known = name in ("python", "shakespeare", "fineweb10B")
     source = f"--dataset={name}" if is_known else f"FILE_OR_FOLDER --name={path.stem}"
@@ -232,13 +231,8 @@ def meta_of_bare_files(folder):
         "it from the text with python data/prepare.py input.txt --tokenizer=char --name=NAME",
     )
     remedy = "write a meta.json with tokenizer (or null), vocab_size, bos and bos_default"
-    for file in sorted(folder.glob("*.bin"))[:1]:
-        tokens = open_tokens(file)
-        require(tokens.itemsize == 2, f"{folder} holds uint32 tokens of some vocabulary: {remedy}")
-        # any text in GPT-2's tokens has words beyond the first thousand
-        top = int(tokens[: 1 << 16].max())
-        if len(tokens) > 4096 and top < 1000:
-            note(f"{folder} is taken for GPT-2's tokens, but its ids end at {top}: {remedy}")
+    is_uint16 = open_tokens(min(folder.glob("*.bin"))).itemsize == 2
+    require(is_uint16, f"{folder} holds uint32 tokens of some vocabulary: {remedy}")
     try:
         tokenizer = BPETokenizer.named("gpt2").to_json()
     except UserError:

@@ -9,7 +9,6 @@ Every tokenizer has
     special_tokens  text -> id
     byte_lengths    (vocab_size,) how many bytes each id stands for
     added_bytes     how many bytes encode() puts before a text: 1 if that is a space
-    hash            16 digits, the same for tokenizers that encode alike
     to_json()       a dict from which tokenizer_from_json() makes the tokenizer again
 
 A meta.json holds to_json(); of a dataset, the files of a tokenizer lie next to it.
@@ -17,7 +16,6 @@ A meta.json holds to_json(); of a dataset, the files of a tokenizer lie next to 
 
 import contextlib
 import functools
-import hashlib
 import importlib.util
 import json
 import re
@@ -27,6 +25,8 @@ import numpy as np
 from nanolong.errors import UserError, require
 
 SEPARATOR = "<|endoftext|>"  # starts a document if nothing else is said to
+# the steps of sentencepiece's decoder in a tokenizer.json
+SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 class Tokenizer:
@@ -40,10 +40,6 @@ class Tokenizer:
     @functools.cached_property
     def byte_lengths(self):
         return np.array([len(token) for token in self.token_bytes])
-
-    @functools.cached_property
-    def hash(self):
-        return hashlib.sha256(repr(self.to_json()).encode()).hexdigest()[:16]
 
 
 class ByteTokenizer(Tokenizer):
@@ -188,19 +184,14 @@ class ImportedTokenizer(Tokenizer):
         """Whether the decoder is byte-level, and not sentencepiece's; UserError for others."""
         spec = json.loads(self.package.decoder.__getstate__()) if self.package.decoder else {}
         types = {str(step.get("type")) for step in spec.get("decoders", [spec])}
-        if "ByteLevel" in types or types <= {
-            "Replace",
-            "ByteFallback",
-            "Fuse",
-            "Strip",
-            "Metaspace",
-        }:
-            return "ByteLevel" in types
-        raise UserError(
+        is_byte_level = "ByteLevel" in types
+        require(
+            is_byte_level or types <= SENTENCEPIECE,
             f"the decoder of this tokenizer.json ({', '.join(types)}) is neither byte-level nor "
             "sentencepiece's, so that no token stands for text of its own: remove the file to work "
-            "on token ids alone"
+            "on token ids alone",
         )
+        return is_byte_level
 
     @functools.cached_property
     def token_bytes(self):
@@ -230,10 +221,6 @@ class ImportedTokenizer(Tokenizer):
     def added_bytes(self):
         text = self.known_text
         return len(self.decode(self.encode(text))) - len(text.encode())
-
-    @functools.cached_property
-    def hash(self):
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def to_json(self):
         names = ("bos", "eos", "vocab_size", "files")

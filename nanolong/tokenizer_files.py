@@ -3,8 +3,6 @@
 from data.tokenizer import SEPARATOR, ImportedTokenizer
 from nanolong.errors import UserError, require
 
-MAX_FILE_BYTES = 1 << 26  # the largest tokenizer.json known has 35 MB
-
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -30,9 +28,6 @@ def read_tokenizer(path, model_config=None, vocab_size=None):
     names = FILES if file.name == "tokenizer.json" else ()
     found = {name: file.parent / name for name in names if (file.parent / name).is_file()}
     found["tokenizer.json"] = file
-    for part in found.values():
-        small = part.stat().st_size <= MAX_FILE_BYTES
-        require(small, f"{part} is larger than 64 MB, which no tokenizer is: download it again")
     files = {name: part.read_bytes() for name, part in found.items()}
     try:
         return make_tokenizer(files, model_config, vocab_size)
