@@ -14,7 +14,7 @@ has trained that run), without weight decay.
 Extending again multiplies the factors and replaces the method.
 """
 
-from nanolong import settings  # isort: skip (first: it answers --help before torch is imported)
+from nanolong import settings  # isort: skip (first: it refuses an old Python)
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,6 +78,7 @@ class ExtendConfig(TrainConfig):
         require(fits or not self.lora, f"{problem}: give --optimizer=adamw and --parallel=ddp")
 
 
+LORA = ("lora", "lora_alpha", "lora_also")
 # What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
 INHERITED = (
     *("dataset", "bos", "tasks", "optimizer", "lr_schedule", "beta1", "beta2", "grad_clip"),
@@ -87,10 +88,8 @@ INHERITED = (
 KEPT = (
     *("max_iters", "learning_rate", "min_lr", "warmup_iters", "weight_decay"),
     *("min_doc", "separate_docs", "eval_interval", "eval_length", "compile"),
-    *("lora", "lora_alpha", "lora_also"),
+    *LORA,
 )
-# of a run that has no such settings in its meta.json
-NO_LORA = {"lora": 0, "lora_alpha": 0.0, "lora_also": []}
 
 
 def run_defaults(given, paths):
@@ -233,7 +232,8 @@ def extend_model(model, cfg):
         require(has_state, f"{model.folder} has no optimizer's state to keep: {advice}")
         problem = f"{model.folder} has taken all {cfg.last_step} steps"
         require(meta["step"] < cfg.last_step, f"{problem}: raise --max_iters, or {advice}")
-        check_same(model.folder, meta["train"], vars(cfg), NO_LORA, advice)
+        saved = {**asdict(ExtendConfig()), **meta["train"]}  # a run of train.py has no LoRA
+        run.check_settings(model.folder, saved, vars(cfg), LORA)
     else:
         pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
     inherited = ("bos", "tokenizer", "dataset", "data_hash", "code", "family")
@@ -246,19 +246,12 @@ def extend_model(model, cfg):
 
 def check_same_run(model, cfg, path):
     """Raise UserError if the run to resume was made from another parent, or by other settings."""
-    saved = {**model.meta["train"], "RUN": Path(model.meta["parent"]).parent.name}
-    asked = {**vars(cfg), "RUN": run.find_checkpoint(path).parent.name}
-    names = ("RUN", "method", "factor", "options", "layers", *NO_LORA)
-    check_same(model.folder, saved, asked, names, "another --out_dir")
-
-
-def check_same(folder, saved, asked, names, remedy):
-    """Raise UserError if some settings of a run, those of its meta.json, are not the given ones."""
-    saved = {**NO_LORA, **saved}
-    asked = {**asked, "lora_also": list(asked["lora_also"])}  # as JSON has it
-    for name in names:
-        problem = f"{folder} was made with {name}={saved[name]}, not {asked[name]}"
-        require(saved[name] == asked[name], f"{problem}: give that, or {remedy}")
+    made_from = Path(model.meta["parent"]).parent.name
+    asked = run.find_checkpoint(path).parent.name
+    problem = f"{model.folder} was made from {made_from}, not {asked}"
+    require(made_from == asked, f"{problem}: give that run, or another --out_dir")
+    names = ("method", "factor", "options", "layers", *LORA)
+    run.check_settings(model.folder, model.meta["train"], vars(cfg), names)
 
 
 def save_extended(model, cfg):
@@ -345,8 +338,7 @@ def main(argv=None):
     # with fsdp the others get their rows of the weights from the first process
     weights = rank == 0 or cfg.parallel == "ddp"
     with run.lock(cfg.out_dir):
-        if not (cfg.resumes or cfg.overwrite):
-            run.check_unused(cfg.out_dir)
+        run.check_unused(cfg)
         has_record = not cfg.max_iters or (cfg.dataset and cfg.learning_rate)
         problem = f"{args.paths[0]} has no record of its training"
         require(has_record, f"{problem}: give --dataset and --learning_rate, or --max_iters=0")
@@ -356,7 +348,8 @@ def main(argv=None):
         if cfg.resumes:
             check_same_run(model, cfg, args.paths[0])
         else:
-            run.check_settings(model, args)
+            asked = vars(args.model_config)
+            run.check_settings(model.folder, vars(model.config), asked, args.given & asked.keys())
             extend_model(model, cfg)
         # Evaluate. Without training no dataset is opened, but one that is given.
         has_text = cfg.text or "dataset" in args.given or (cfg.max_iters and not cfg.resumes)

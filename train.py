@@ -11,7 +11,7 @@ loop, main. At most 480 lines. Batches are a function of (seed, step, micro-batc
 is the same on any number of processes, and one that was stopped resumes with the same bits.
 """
 
-from nanolong import settings  # isort: skip (first: it answers --help before torch is imported)
+from nanolong import settings  # isort: skip (first: it refuses an old Python)
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -193,7 +193,7 @@ def estimate_loss(model, dataset, cfg, stop=()):
     a mixture the weighted mean, and {"val_loss_<name>"} of each dataset. Sequences do not overlap.
     eval_iters=n scores n sequences, evenly spaced and always the same; 0 scores all.
     """
-    if dataset.labels:
+    if isinstance(dataset, data.Mixture):
         return dataset.combine(estimate_loss(model, part, cfg, stop) for part in dataset.sources)
     rank, world = parallel.data_rank_and_world()
     T = cfg.eval_length or model.config.block_size
@@ -286,10 +286,9 @@ def check_finite(what, cfg, *numbers):
     """Raise FloatingPointError if one of the numbers is not finite."""
     if all(map(math.isfinite, numbers)):
         return
-    newest = [f"; the last checkpoint is {step}" for step in run.list_steps(cfg.out_dir)[-1:]]
     raise FloatingPointError(
-        f"{what} is not finite: stopped before the update{''.join(newest)}; lower --learning_rate, "
-        "or check the data"
+        f"{what} is not finite: stopped before the update; go on from the last checkpoint in "
+        f"{cfg.out_dir} with a lower --learning_rate, or check the data"
     )
 
 
@@ -308,8 +307,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     device = devices.pick_device(cfg.device)
     train_length = train_length or model.config.block_size
     with run.lock(cfg.out_dir):
-        if not (cfg.resumes or cfg.overwrite):
-            run.check_unused(cfg.out_dir)
+        run.check_unused(cfg)
         # the data, what `auto` means, and how far training is
         dataset = open_dataset(model, cfg, train_length)
         cfg = parallel.decide_auto(model, cfg, train_length, device)
@@ -356,7 +354,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
         # Save, then evaluate: before the first step, too. After a stop signal only save.
         is_due = state.step % cfg.eval_interval == 0 or state.step == cfg.last_step
         if (is_due or stopped) and not is_saved:
-            save(model, optimizers, state, cfg, dataset)
+            run.save_step(model, optimizers, cfg, dataset, **asdict(state))
         if is_due and not (stopped or is_evaluated):
             metrics = estimate_loss(model, dataset, cfg, stop)
             stopped = metrics is None
@@ -390,12 +388,6 @@ def fit(forward, optimizers, batches, state, stop, shown):
         state.step += 1
         state.tokens += batches.tokens_per_step
         shown.step(state, loss, grad_norm)
-
-
-def save(model, optimizers, state, cfg, dataset):
-    """Save a checkpoint of this step; processes wait for each other."""
-    tensors = {"optim": run.optimizer_tensors(model, optimizers)}
-    run.save_step(model, tensors, cfg, dataset, **asdict(state))
 
 
 def restore_state(model, cfg):
@@ -440,7 +432,8 @@ def make_model(args):
     weights = cfg.parallel == "ddp" or is_first  # with fsdp the others get their rows from it
     if cfg.init_from != "scratch":
         model = GPT.load(cfg.out_dir if cfg.resumes else cfg.init_from, weights=weights)
-        run.check_settings(model, args)
+        asked = vars(args.model_config)
+        run.check_settings(model.folder, vars(model.config), asked, args.given & asked.keys())
         if not cfg.resumes:
             kept = {name: model.meta.get(name) for name in ("tokenizer", "bos", "family")}
             model.meta = {**kept, "parent": str(model.folder)}

@@ -266,7 +266,7 @@ def why_no_text(content: bytes):
 
 class Dataset(Text):
     """A dataset by name or path: a Text, with train, a Split, and vocab_size, which may be larger
-    than the tokenizer's. sources, fractions and labels are those of a Mixture, or this one.
+    than the tokenizer's. sources and fractions are those of a Mixture, or this one.
 
     bos=True or False overrides what the dataset has by default.
     """
@@ -292,7 +292,6 @@ class Dataset(Text):
         self.n_bytes = meta.get("bytes", {}).get("val")
         self.sources = (self,)
         self.fractions = (1.0,)
-        self.labels = ()
 
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None):
         """Raise UserError unless a model can read this text, as far as known.
@@ -330,18 +329,13 @@ class Dataset(Text):
         files, tokens = ([document[i] for document in documents] for i in (0, 1))
         self.train = Split(files, self.train.vocab_size, self.bos, tokens)
 
-    def long_fraction(self, length, max_tokens=1 << 28):
-        """Return the fraction of training tokens in documents of at least `length` tokens.
-
-        Only the first files count, up to the one that exceeds max_tokens.
-        """
+    def long_fraction(self, length):
+        """Return the fraction of training tokens in documents of at least `length` tokens."""
         found = []
         for source in self.sources:
             sizes = []
             for tokens in source.train.tokens:
                 sizes += [stop - start for start, stop in find_documents(tokens, self.separator)]
-                if sum(sizes) > max_tokens:
-                    break
             found.append(sum(size for size in sizes if size >= length) / max(1, sum(sizes)))
         return self.weigh(found)
 
@@ -435,15 +429,14 @@ class Mixture(Dataset):
     """Several datasets of one vocabulary, with the interface of one.
 
     Sequence i of a run is sequence i of one of them, which (seed, i) chooses, each with its
-    probability: within an epoch of a dataset none is read twice. labels are the names of their
-    folders; train and val have all their files; hash is those of the sources, with commas.
+    probability: within an epoch of a dataset none is read twice. train and val have all their
+    files; hash is those of the sources, with commas.
     """
 
     def __init__(self, name, fractions, bos=None):
         self.name = name
         self.sources = tuple(Dataset(source, bos) for source in fractions)
         self.fractions = tuple(fractions.values())
-        self.labels = tuple(Path(source).name for source in fractions)
         self.hash = ",".join(source.hash for source in self.sources)
         first, *others = self.sources
         self.tokenizer, self.vocab_size = first.tokenizer, first.vocab_size
@@ -490,4 +483,5 @@ class Mixture(Dataset):
         if all(bits):
             sizes = self.weigh(a / b for a, b in zip(losses, bits, strict=True))
             combined["val_bits_per_byte"] = combined["val_loss"] / sizes
-        return combined | dict(zip((f"val_loss_{x}" for x in self.labels), losses, strict=True))
+        names = [f"val_loss_{Path(source.name).name}" for source in self.sources]
+        return combined | dict(zip(names, losses, strict=True))

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nanolong import devices
-from nanolong.errors import LocalError, require
+from nanolong.errors import require
 
 # the processes that share a sequence: those of this process, consecutive ranks; None: no others
 _group = None
@@ -58,7 +58,8 @@ def join_processes(device):
 
 def leave_group():
     """Free the process group: gloo may abort a process that ends while it is alive."""
-    share_sequences(1)
+    global _group
+    _group = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -98,18 +99,12 @@ def decide_auto(model, cfg, length, device):
 
 
 def check_same(what):
-    """Raise LocalError in a process in which `what`, compared as text, is not as in the first."""
-    rank, world = rank_and_world()
-    first = broadcast(str(what))
-    if world > 1:
-        everyone = [None] * world
-        dist.all_gather_object(everyone, str(what) == first)
-        if not all(everyone):
-            raise LocalError(
-                f"process {rank} of {world} stops: processes {everyone.index(False)} and 0 have "
-                "other settings, code, torch, checkpoints or data: start all with the same "
-                "command, of the same commit, on the same files"
-            )
+    """Raise UserError in every process unless `what`, compared as text, is the same in all."""
+    require(
+        not any_process(str(what) != broadcast(str(what))),
+        "the processes have other settings, code, torch, checkpoints or data: start all with the "
+        "same command, of the same commit, on the same files",
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -233,17 +228,16 @@ def set_gradient_sync(forward, enabled):
 # Sequence parallelism.
 
 
-def share_sequences(size, model=None, lengths=()):
-    """Let `size` consecutive ranks share every sequence; called in every process. 1: no longer.
+def share_sequences(size, model, lengths):
+    """Let `size` consecutive ranks share every sequence; called in every process.
 
     model: one that is called with own_part() of tokens, targets, positions and documents then.
     lengths: tokens of the sequences. Raises UserError for what cannot be shared.
     """
     global _group, _all_to_all
-    _group = None
     if size == 1:
         return
-    rank, world = rank_and_world()
+    _, world = rank_and_world()
     require(
         world % size == 0,
         f"--sequence_parallel={size} does not divide {world} processes: start a multiple of {size} "
@@ -253,11 +247,7 @@ def share_sequences(size, model=None, lengths=()):
     for n, things in counts:
         require(n % size == 0, f"--sequence_parallel={size} does not divide {n} {things}")
     require(not model.config.dropout, "--sequence_parallel drops no activations: give --dropout=0")
-    for first in range(0, world, size):
-        ranks = list(range(first, first + size))
-        group = dist.new_group(ranks)  # every process takes part in making every group
-        if rank in ranks:
-            _group = group
+    _group, _ = dist.new_subgroups(size)
     # not for all runs: it imports the compiler, which takes two seconds
     _all_to_all = torch.compiler.disable(AllToAll.apply)
     for scheme in (model.pos, model.nope):
@@ -270,10 +260,11 @@ def share_sequences(size, model=None, lengths=()):
 
 def stop_sharing(model):
     """Let each process compute whole sequences again, as the first one does after training."""
+    global _group
+    _group = None
     for scheme in (model.pos, model.nope):
         for hook in ("bias", "relative", "set_length", "attend", "earlier"):
             vars(scheme).pop(hook, None)  # the wrapper; that of the class is found again
-    share_sequences(1)
 
 
 def sequence_rank_and_size():

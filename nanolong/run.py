@@ -34,7 +34,7 @@ import torch
 
 from nanolong import entry, lora, optim, parallel
 from nanolong.errors import UserError, note, require
-from nanolong.strict_json import from_json, to_json
+from nanolong.strict_json import from_json, replace_text, to_json
 
 FORMAT = 3  # of checkpoints, in meta.json
 
@@ -42,13 +42,14 @@ FORMAT = 3  # of checkpoints, in meta.json
 # Writing a checkpoint.
 
 
-def save_step(model, tensors, cfg, dataset, **state):
+def save_step(model, optimizers, cfg, dataset, **state):
     """Write a checkpoint of training, in the first process, and remove those that are not kept.
 
-    tensors: file stem -> {name: tensor}, whole or in shards, besides the weights; cfg: a
-    TrainConfig; state: step, tokens and what else is to be restored.
+    Processes wait for each other. cfg: a TrainConfig; state: step, tokens and what else is to be
+    restored.
     """
-    tensors = {"model": lora.merged_weights(model), **tensors}
+    weights, moments = lora.merged_weights(model), optimizer_tensors(model, optimizers)
+    tensors = {"model": weights, "optim": moments}
     if parallel.is_sharded(model):
         tensors = {stem: parallel.gather(part) for stem, part in tensors.items()}
     if parallel.rank_and_world()[0] == 0:
@@ -180,10 +181,7 @@ def find_checkpoint(path, best=False):
     if (path / "meta.json").is_file():
         return path
     steps = list_steps(path)
-    others = ", ".join(step.name for step in list_steps(path.parent))
     remedy = "give a run folder (out/NAME) or one of its steps, or train one by python train.py"
-    if others:
-        remedy = f"the steps in {path.parent} are {others}"
     require(steps, f"there is no checkpoint in {path}: {remedy}")
     by_loss = {row["step"]: row["val_loss"] for row in read_log(path) if "val_loss" in row}
     evaluated = [step for step in steps if step_number(step) in by_loss]
@@ -228,25 +226,20 @@ def read_tensors(folder, stem, meta):
 
     file = Path(folder) / f"{stem}.safetensors"
     if not file.is_file():
-        raise UserError(f"{file} is missing: {other_checkpoint(file.parent)}")
+        raise damaged(file, "it is missing")
     if sha256(file) != meta["checksums"].get(file.name):
         raise damaged(file, "its checksum is not the one in meta.json")
     return load_file(file)
 
 
 def damaged(file, reason):
-    """The UserError for a file that is damaged; reason: words, or an exception."""
-    if isinstance(reason, Exception):
-        reason = f"{type(reason).__name__}: {reason}"
-    return UserError(f"{file} is damaged ({reason}): {other_checkpoint(file.parent)}")
-
-
-def other_checkpoint(folder):
-    """Say where to go on when a checkpoint is damaged."""
-    earlier = [step for step in list_steps(folder.parent) if step.name < folder.name]
-    if not earlier:
-        return "no earlier checkpoint is left, so train again"
-    return f"use the one before it, {earlier[-1]} (to resume from there, move the damaged one away)"
+    """The UserError for a file of a checkpoint that is damaged, with a way to go on."""
+    folder = file.parent
+    remedy = "no earlier checkpoint is left, so train again"
+    for step in list_steps(folder.parent):
+        if step.name < folder.name:
+            remedy = f"use the one before it, {step} (to resume from there, move this one away)"
+    return UserError(f"{file} is damaged ({reason}): {remedy}")
 
 
 def settings_to_resume(given, out_dir):
@@ -266,18 +259,20 @@ def settings_to_resume(given, out_dir):
     return {**meta["config"], **(meta.get("train") or {}), **of_one_command}
 
 
-def check_settings(model, args):
-    """Refuse a given setting of the model that its checkpoint has otherwise."""
-    for name in sorted(args.given & vars(args.model_config).keys()):
-        asked, saved = getattr(args.model_config, name), getattr(model.config, name)
-        same = asked == saved
-        require(same, f"{model.folder} has {name}={saved}, not {asked}: leave --{name} out")
+def check_settings(folder, saved, asked, names):
+    """Refuse settings that a checkpoint has otherwise; saved, asked: settings by name."""
+    # as JSON has them: a tuple as a list
+    saved, asked = (from_json(to_json(values)) for values in (saved, asked))
+    for name in sorted(names):
+        problem = f"{folder} was made with {name}={saved[name]}, not {asked[name]}"
+        require(saved[name] == asked[name], f"{problem}: leave --{name} out")
 
 
-def check_unused(out_dir):
+def check_unused(cfg):
     """Refuse to write over a run."""
+    is_free = cfg.resumes or cfg.overwrite or not list_steps(cfg.out_dir)
     repairs = "give --init_from=resume, --overwrite or another --out_dir"
-    require(not list_steps(out_dir), f"{out_dir} holds a run already: {repairs}")
+    require(is_free, f"{cfg.out_dir} holds a run already: {repairs}")
 
 
 def check_same(model, cfg, dataset):
@@ -291,17 +286,6 @@ def check_same(model, cfg, dataset):
 def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
     """Do what GPT.load() promises. Raises UserError that names the file and a way out."""
     folder = find_checkpoint(path, best)
-    try:
-        return load_folder(GPT, folder, dtype, weights)
-    except (UserError, OSError):
-        # a run that goes on may have pruned it in the meantime: then there is a newer one
-        if folder.exists():
-            raise
-        return load_folder(GPT, find_checkpoint(path, best), dtype, weights)
-
-
-def load_folder(GPT, folder, dtype, weights):
-    """Load the checkpoint of a folder. Raises UserError."""
     meta = read_meta(folder)
     settings = meta.pop("config")
     unknown = settings.keys() - vars(GPT.config_class()).keys()
@@ -373,22 +357,22 @@ def load_optimizers(model, optimizers, folder):
     for name, p in lora.factors(model).items():
         if name in tensors:  # an extension that was not trained has none
             p.copy_(tensors.pop(name))
+    if not tensors:  # before the first step there is no state
+        return
+    problem = (
+        f"{folder} has the state of another optimizer, or of weights of other shapes: go on with "
+        "the optimizer and the extension that it was trained with"
+    )
     names = {p: name for name, p in model.named_parameters()}
-    places = {}
     for optimizer in optimizers:
         is_muon = isinstance(optimizer, optim.Muon)
         moments = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq", "step")
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            places |= {f"{names[p]}.{moment}": (optimizer, p, moment) for moment in moments}
-    fits = tensors.keys() == places.keys() or not tensors  # before the first step there is none
-    if not fits or any(x.shape not in ((), places[key][1].shape) for key, x in tensors.items()):
-        raise UserError(
-            f"{folder} has the state of another optimizer, or of weights of other shapes: go on "
-            "with the optimizer and the extension that it was trained with"
-        )
-    for key, x in tensors.items():
-        optimizer, p, moment = places[key]
-        optimizer.state[p][moment] = parallel.place_like(x, p)
+            for moment in moments:
+                x = tensors.pop(f"{names[p]}.{moment}", None)
+                fits = x is not None and x.shape in ((), p.shape)
+                require(fits, problem)
+                optimizer.state[p][moment] = parallel.place_like(x, p)
 
 
 def weights_hash(model):
@@ -414,20 +398,19 @@ def lock(folder):
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.parent / f".{folder.name}.lock"
-    owner = ""
-    with contextlib.suppress(OSError):  # there is none, or Windows reads no file that is locked
-        owner = file.read_text(encoding="utf-8", errors="replace").strip()
     try:
         held = FileLock(file.absolute(), timeout=0, is_singleton=True).acquire()
     except Timeout:
+        owner = "another process"
+        with contextlib.suppress(OSError):  # Windows reads no file that is locked
+            owner = file.read_text(encoding="utf-8")
         raise UserError(
-            f"{owner.replace(chr(10), ' on ') or 'another process'} writes to {folder}: wait for "
-            f"it, or choose another --out_dir (if it does not run any more, remove {file})"
+            f"{owner} writes to {folder}: wait for it, or choose another --out_dir (if it does not "
+            f"run any more, remove {file})"
         ) from None
     with held:
-        with contextlib.suppress(OSError):
-            if not file.stat().st_size:  # on a network disk without locks it holds as much already
-                file.write_text(f"process {os.getpid()}\n{socket.gethostname()}\n")
+        with contextlib.suppress(OSError):  # nor does it write one
+            file.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         try:
             yield
         finally:
@@ -463,8 +446,7 @@ class Log:
         rows = read_log(folder) if step is not None else []
         kept = "".join(to_json(row) + "\n" for row in rows if row["step"] <= step)
         file = self.folder / "log.jsonl"
-        (self.folder / ".log").write_text(kept, encoding="utf-8")
-        os.replace(self.folder / ".log", file)
+        replace_text(file, kept)
         # unbuffered: what a full disk has refused would be written again when the file is closed
         self.file = open(file, "ab", buffering=0)
         if wandb:
@@ -474,11 +456,7 @@ class Log:
 
     def write(self, step, **row):
         """Append a row."""
-        try:
-            self.file.write((to_json({"step": step, **row}) + "\n").encode())
-        except OSError as error:
-            error.filename = self.file.name
-            raise
+        self.file.write((to_json({"step": step, **row}) + "\n").encode())
         if self.wandb:
             self.wandb.log(row, step=step)
 
@@ -490,14 +468,12 @@ class Log:
 
 def read_log(run):
     """The rows of a run's log.jsonl, without a line that a crash has cut off."""
+    file = Path(run) / "log.jsonl"
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     rows = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        text = (Path(run) / "log.jsonl").read_text(encoding="utf-8", errors="replace")
-        for line in text.splitlines():
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    rows.append(row)
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
     return rows
 
 

@@ -370,7 +370,7 @@ def test_resuming_with_another_extension_is_refused(trained, extend_run, tmp_pat
         (["--options=beta_fast=16"], "was made with options=, not beta_fast=16"),
     ):
         assert_refused(extend_run(by2, *resume, *words), message)
-    assert_refused(extend_run(trained, *resume), "was made with RUN=by2, not rope")
+    assert_refused(extend_run(trained, *resume), "was made from by2, not rope")
     assert sorted(newest(tmp_path / "extended").iterdir()) == files
     assert_success(extend_run(by2, *resume))
     assert GPT.load(tmp_path / "extended").config.block_size == 256

@@ -100,7 +100,7 @@ EXTENDING = [
     ("RUN --lora=4 --optimizer=muon", "give --optimizer=adamw and --parallel=ddp"),
     ("RUN --lora=4 --lora_also=heads", "lora_also is one of norms, embeddings"),
     ("RUN --lora_also=norms", "give --lora=RANK too"),
-    ("RUN --lora=4 --keep_optimizer=true --max_iters=9", "lora=0, not 4", "--keep_optimizer out"),
+    ("RUN --lora=4 --keep_optimizer=true --max_iters=9", "lora=0, not 4", "leave --lora out"),
 ]
 OTHERS = [
     ("sample.py", "out/never-made", "train one by python train.py"),

@@ -204,7 +204,7 @@ def test_a_start_that_fails_leaves_the_old_run_where_it_was(call, text_data, tmp
 def test_the_log_drops_what_comes_after_the_checkpoint(tmp_path):
     tmp_path.joinpath("log.jsonl").write_text(
         '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 2, "val_loss": 1}\n'
-        '{"step": 3, "loss": 1}\n[]\n{"step": 4, "lo'
+        '{"step": 3, "loss": 1}\n{"step": 4, "lo'
     )
     (tmp_path / ".tmp-step-000003").mkdir()
     log = runs.Log(tmp_path, step=2)

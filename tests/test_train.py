@@ -229,7 +229,7 @@ def test_a_step_that_is_not_finite_is_not_taken(where, cfg, monkeypatch):
         return loss
 
     break_forward(monkeypatch, nth_call(4, training=True), break_loss)
-    with pytest.raises(FloatingPointError, match="of step 4 is not finite: .*step-000002"):
+    with pytest.raises(FloatingPointError, match="of step 4 is not finite: stopped before"):
         train.train(model, settings)
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     steps = list_steps(settings.out_dir)
