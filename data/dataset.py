@@ -243,21 +243,27 @@ class TextFile(Text):
         self.separator = bos
         content = Path(file).read_bytes()
         self.n_bytes = len(content)
-        reason = why_no_text(content)
+        reason = why_no_text(content, tokenizer.to_json()["kind"] == "bytes")
         require(not reason, f"--text={file} is {reason}")
         ids = np.array(tokenizer.encode(content.decode("utf-8", "surrogateescape")))
         self.hash = hashlib.sha256(content + ids.tobytes()).hexdigest()[:16]
         self.val = Split([Path(file)], vocab_size, bos, [ids])
 
 
-def why_no_text(content: bytes):
+def why_no_text(content: bytes, allow_zeros):
     """Say why bytes, which may be the start of a file, are no text; None if they can be."""
     if not content:
         return "empty: give a text"
-    # also compressed files and UTF-16 have them
-    if b"\0" in content:
-        return "not text, but has zero bytes: unpack it, or convert it to UTF-8"
-    return None
+    # gzip, bzip2, xz, zstd, zip
+    if content.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4")):
+        return "compressed: unpack it first"
+    # by its mark, or because every second byte of most texts is 0 and no other
+    zeros = sorted(content[i:4096:2].count(0) for i in (0, 1))
+    has_mark = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if has_mark or zeros[0] == 0 and zeros[1] > max(4, len(content[:4096]) // 4):
+        return "UTF-16: convert it first (iconv -f UTF-16 -t UTF-8)"
+    has_zeros = b"\0" in content and not allow_zeros
+    return "not text, but has zero bytes" if has_zeros else None
 
 
 # -----------------------------------------------------------------------------

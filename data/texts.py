@@ -1,19 +1,24 @@
 """From texts to a dataset: data/NAME/ with train.bin, val.bin and meta.json.
 
-A document is a file, or the "text" of a line of a .jsonl file. Documents are read one at a time, as
-they are: line ends are not translated.
+A document is a file, or the "text" of a line of a .jsonl file. Texts are read and encoded in parts,
+into the open token files, so that memory does not grow with them. They are read as they are: line
+ends are not translated.
 """
 
+import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
 import platform
 import re
 import shutil
+import sys
 import sysconfig
 import tempfile
 import urllib.request
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +36,9 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 # Of fewer documents than this the end of each is validation, and no whole one.
 FEW_DOCUMENTS = 20
-PART = 1 << 20  # characters that are encoded at once
-CUTS = re.compile(r"(?<=\S) (?=\S)")  # most vocabularies start a token at the space between words
+PART = 1 << 20  # characters or bytes that are read and encoded at once
+# where most vocabularies end a token: before a word, after a line, and after a mark of Chinese
+CUTS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=\S\n)(?=\S)|(?<=[。，、])(?=\w)")
 
 
 # -----------------------------------------------------------------------------
@@ -113,37 +119,61 @@ def download(url, file, instruction):
 
 
 class NoText(UserError):
-    """Says why a file is no text, and what to do: "not UTF-8: convert it"."""
+    """Says why a file is no text, and what to do: "compressed: unpack it first"."""
 
 
-def read_documents(name, path, as_bytes):
-    """Yield the name and the text, or the bytes, of each document of a file. Raises NoText."""
-    try:
-        for document, content in read_contents(name, path):
-            yield document, content if as_bytes else content.decode()
-    except UnicodeDecodeError:
-        raise NoText("not UTF-8: convert it, or use --tokenizer=bytes") from None
+def open_documents(name, path, as_bytes, allow_zeros=True):
+    """Yield the name of each document of a file, and a stream of its bytes or characters.
 
-
-def read_contents(name, path):
-    """Yield the name and the bytes of each document; those of a .jsonl file are named by lines."""
+    Raises NoText, also if the beginning of the file has zero bytes that are not allowed.
+    """
     with open(path, "rb") as f:
-        reason = why_no_text(f.read(8192))
-        if reason:
-            raise NoText(reason)
-        f.seek(0)
-        if path.suffix.lower() != ".jsonl":
-            yield name, f.read()
-            return
+        reason = why_no_text(f.read(8192), allow_zeros)
+    if reason:
+        raise NoText(reason)
+    if path.suffix.lower() != ".jsonl":
+        with open(path, "rb") if as_bytes else open(path, encoding="utf-8", newline="") as f:
+            yield name, f
+        return
+    with open(path, encoding="utf-8-sig") as f:
         for number, line in enumerate(f, 1):
             if not line.strip():
                 continue
             try:
-                content = json.loads(line)["text"].encode()
+                text = json.loads(line)["text"]
+                content = text.encode()
             except (ValueError, TypeError, KeyError, AttributeError):
                 remedy = "write one (of messages, all of a conversation), or name the file .txt"
                 raise NoText(f'JSON without a "text" in line {number}: {remedy}') from None
-            yield f"{name}:{number}", content
+            stream = io.BytesIO(content) if as_bytes else io.StringIO(text, newline="")
+            yield f"{name}:{number}", stream
+
+
+def read_parts(stream, bar, n=sys.maxsize):
+    """Yield the next n bytes or characters of a stream, in parts that a progress bar counts."""
+    while n > 0:
+        part = stream.read(min(n, PART))
+        if not part:
+            break
+        n -= len(part)
+        bar.update(len(part))
+        yield part
+
+
+def survey(name, path, bar, as_bytes, allow_zeros):
+    """Read a file: the sizes of its documents, and what their names are hashed to.
+
+    Raises NoText.
+    """
+    sizes = array("q")
+    hashes = array("d")
+    try:
+        for document, stream in open_documents(name, path, as_bytes, allow_zeros):
+            sizes.append(sum(map(len, read_parts(stream, bar))))
+            hashes.append(hash_fraction(document))
+    except UnicodeDecodeError:
+        raise NoText("not UTF-8: convert it, or use --tokenizer=bytes") from None
+    return sizes, hashes
 
 
 def hash_fraction(name):
@@ -153,7 +183,7 @@ def hash_fraction(name):
 
 
 class Texts:
-    """The documents of files: an iteration yields the training and the validation text of each.
+    """The documents of files, and which part of each is validation.
 
     Whole documents are validation, by a hash of their names; of few the end of each.
 
@@ -165,40 +195,45 @@ class Texts:
         self.files = {}
         self.as_bytes = as_bytes
         self.val_fraction = val_fraction
-        self.n_documents = 0
-        least = 1.0
-        for name, path in show_progress(sorted(files.items()), "reading"):
-            try:
-                documents = read_documents(name, path, as_bytes)
-                hashes = [hash_fraction(document) for document, _ in documents]
-            except NoText as error:
-                require(len(files) > 1, f"{path} is {error}")
-                print(f"left out {name} ({error})")
-                continue
-            self.files[name] = path
-            self.n_documents += len(hashes)
-            least = min([least, *hashes])
+        # of each document
+        self.sizes = array("q")
+        self.hashes = array("d")
+        with self.progress("reading", sum(path.stat().st_size for path in files.values())) as bar:
+            for name, path in sorted(files.items()):
+                try:
+                    sizes, hashes = survey(name, path, bar, as_bytes, len(files) == 1)
+                except NoText as error:
+                    require(len(files) > 1, f"{path} is {error}")
+                    print(f"left out {name} ({error})")
+                    continue
+                self.files[name] = path
+                self.sizes += sizes
+                self.hashes += hashes
         require(self.files, f"there is no text in {source}: give a file or folder that holds some")
-        self.are_few = self.n_documents < FEW_DOCUMENTS
-        # documents with a hash up to this are validation: at least one
-        self.limit = max(val_fraction, least)
+        self.are_few = len(self.sizes) < FEW_DOCUMENTS
 
-    def __len__(self):
-        return self.n_documents
+    def progress(self, what, total=0):
+        """Show on a terminal how many of the bytes or characters are done."""
+        settings = {"unit": "B", "unit_scale": True, "leave": False}
+        total = total or sum(self.sizes)
+        return tqdm(desc=what, total=total, disable=not sys.stderr.isatty(), **settings)
 
-    def __iter__(self):
+    def documents(self, bar):
+        """Yield the training text of every document, and its validation text.
+
+        Each is "train" or "val" and an iterator of parts, to be read before the next.
+        """
+        # at least one document is validation
+        limit = max(self.val_fraction, min(self.hashes))
+        known = zip(self.sizes, self.hashes, strict=True)
         for name, path in self.files.items():
-            for document, text in read_documents(name, path, self.as_bytes):
+            for _, stream in open_documents(name, path, self.as_bytes):
+                size, fraction = next(known)
+                n_train = size if fraction > limit else 0
                 if self.are_few:
-                    n_train = int(len(text) * (1 - self.val_fraction))
-                else:
-                    n_train = len(text) if hash_fraction(document) > self.limit else 0
-                yield text[:n_train], text[n_train:]
-
-
-def show_progress(items, what):
-    """Show on a terminal how far a loop is."""
-    return tqdm(items, what, leave=False, disable=None)
+                    n_train = int(size * (1 - self.val_fraction))
+                yield "train", read_parts(stream, bar, n_train)
+                yield "val", read_parts(stream, bar)
 
 
 # -----------------------------------------------------------------------------
@@ -221,12 +256,13 @@ def build(name, files, source, tokenizer="bytes", vocab_size=4096, val_fraction=
     texts = Texts(files, source, tokenizer == "bytes", val_fraction)
     tokenizer = make_tokenizer(tokenizer, texts, vocab_size)
     about = {"source": source, "files": len(texts.files)}
-    n_tokens = write_dataset(folder, tokenizer, texts, about)
+    with texts.progress("encoding") as bar:
+        n_tokens = write_dataset(folder, tokenizer, texts.documents(bar), about)
     share = n_tokens["val"] / sum(n_tokens.values())
     part = f"the last {val_fraction:.0%} of each document" if texts.are_few else "whole documents"
     print(
         f"{folder}: {n_tokens['train']:,} training and {n_tokens['val']:,} validation tokens "
-        f"({share:.1%}, {part}) from {len(texts):,} documents, vocabulary "
+        f"({share:.1%}, {part}) from {len(texts.sizes):,} documents, vocabulary "
         f"{tokenizer.vocab_size}"
     )
     return folder
@@ -238,53 +274,58 @@ def make_tokenizer(name, texts, vocab_size):
         return ByteTokenizer()
     if name == "char":
         characters = set()
-        for parts in show_progress(texts, "reading characters"):
-            characters.update(*parts)
-        return CharTokenizer("".join(sorted(characters)), bos=len(texts) > 1)
+        with texts.progress("reading characters") as bar:
+            for _, parts in texts.documents(bar):
+                for part in parts:
+                    characters.update(part)
+        return CharTokenizer("".join(sorted(characters)), bos=len(texts.sizes) > 1)
     if name != "bpe":
         return name
     # of a larger one the library would allocate all memory
     limits = f"at least 257, the bytes and <|endoftext|>, and at most {1 << 20}"
     is_possible = 257 <= vocab_size <= 1 << 20
     require(is_possible, f"--vocab_size={vocab_size} is not possible: give {limits}")
-    training = (train for train, _ in show_progress(texts, "training the tokenizer"))
-    return train_bpe(training, vocab_size)
+    with texts.progress("training the tokenizer") as bar:
+        documents = texts.documents(bar)
+        training = (parts for split, parts in documents if split == "train")
+        return train_bpe(itertools.chain.from_iterable(training), vocab_size)
 
 
-def encode_document(tokenizer, document):
-    """Yield the ids of a document; those of a long text in parts, to save memory."""
-    if document and tokenizer.bos is not None:
-        yield [tokenizer.bos]
-    if isinstance(document, bytes):
-        yield np.frombuffer(document, np.uint8)
-        return
-    start = 0
-    while start < len(document):
-        stop = find_cut(document, start + PART, tokenizer)
-        yield tokenizer.encode(document[start:stop])
-        # a space that encode() puts before a text takes the place of the one that is there
-        start = stop + tokenizer.added_bytes
+def encode_parts(tokenizer, parts):
+    """Encode a document that comes in parts: yield ids. None of its parts is empty."""
+    rest = ""
+    for number, part in enumerate(parts):
+        if number == 0 and tokenizer.bos is not None:
+            yield [tokenizer.bos]
+        if isinstance(part, bytes):
+            yield np.frombuffer(part, np.uint8)
+            continue
+        rest += part
+        cut = find_cut(rest, tokenizer) if len(rest) >= PART else None
+        if cut:
+            yield tokenizer.encode(rest[:cut])
+            # a space that encode() puts before a text takes the place of the one that is there
+            rest = rest[cut + tokenizer.added_bytes :]
+    if rest:
+        yield tokenizer.encode(rest)
 
 
-def find_cut(text, start, tokenizer):
-    """Return where a text can be cut, from `start` on or at its end.
-
-    Both parts encode to what the whole does.
-    """
-    for match in itertools.islice(CUTS.finditer(text, start), 100):
+def find_cut(text, tokenizer):
+    """Return where a text can be cut, so that both parts encode to what the whole does, or None."""
+    for match in itertools.islice(CUTS.finditer(text, len(text) // 2), 100):
         cut = match.start()
-        left, right = text[max(0, cut - 100) : cut], text[cut : cut + 100]
+        left, right = text[cut - 100 : cut], text[cut : cut + 100]
         both = tokenizer.encode(left) + tokenizer.encode(right[tokenizer.added_bytes :])
         if both == tokenizer.encode(left + right):
             return cut
-    return len(text)
+    return None
 
 
-def write_dataset(folder, tokenizer, texts, about):
+def write_dataset(folder, tokenizer, documents, about):
     """Write the token files and meta.json of a new folder, complete or not at all.
 
-    texts: pairs of a document's training and validation text, one of which may be empty. about:
-    what else belongs into meta.json. Returns the number of tokens of each split.
+    documents: of each "train" or "val" and its parts; about: what else belongs into meta.json.
+    Returns the number of tokens of each split.
     """
     meta = {
         "tokenizer": tokenizer.to_json(),
@@ -295,21 +336,24 @@ def write_dataset(folder, tokenizer, texts, about):
         "tokens": {},
         "bytes": {"train": 0, "val": 0},
     }
+
+    def count(split, parts):
+        for part in parts:
+            meta["bytes"][split] += len(part if isinstance(part, bytes) else part.encode())
+            yield part
+
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as tmp:
         made = Path(tmp) / folder.name
         made.mkdir()
-        files = {split: made / f"{split}.bin" for split in meta["bytes"]}
-        writers = {split: TokenWriter(file, tokenizer.vocab_size) for split, file in files.items()}
-        try:
-            for parts in show_progress(texts, "encoding"):
-                for split, part in zip(writers, parts, strict=True):
-                    for ids in encode_document(tokenizer, part):
-                        writers[split].write(ids)
-                    content = part if isinstance(part, bytes) else part.encode()
-                    meta["bytes"][split] += len(content)
-        finally:
-            for writer in writers.values():
-                writer.close()
+        with contextlib.ExitStack() as stack:
+            writers = {}
+            for split in meta["bytes"]:
+                writer = TokenWriter(made / f"{split}.bin", tokenizer.vocab_size)
+                writers[split] = stack.enter_context(contextlib.closing(writer))
+            # in the order of the text, so that each part of it is read once
+            for split, parts in documents:
+                for ids in encode_parts(tokenizer, count(split, parts)):
+                    writers[split].write(ids)
         for split, n_bytes in meta["bytes"].items():
             remedy = "give more text, or another --val_fraction"
             require(n_bytes, f"there is too little text for {split}.bin: {remedy}")

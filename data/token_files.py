@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from data.tokenizer import BPETokenizer
-from nanolong.errors import UserError, require
+from nanolong.errors import UserError, note, require
 
 HERE = Path(__file__).resolve().parent
 
@@ -231,8 +231,12 @@ def meta_of_bare_files(folder):
         "it from the text with python data/prepare.py input.txt --tokenizer=char --name=NAME",
     )
     remedy = "write a meta.json with tokenizer (or null), vocab_size, bos and bos_default"
-    is_uint16 = open_tokens(min(folder.glob("*.bin"))).itemsize == 2
-    require(is_uint16, f"{folder} holds uint32 tokens of some vocabulary: {remedy}")
+    tokens = open_tokens(min(folder.glob("*.bin")))
+    require(tokens.itemsize == 2, f"{folder} holds uint32 tokens of some vocabulary: {remedy}")
+    # any text in GPT-2's tokens has words beyond the first thousand
+    top = int(tokens[: 1 << 16].max())
+    if len(tokens) > 4096 and top < 1000:
+        note(f"{folder} is taken for GPT-2's tokens, but its ids end at {top}: {remedy}")
     try:
         tokenizer = BPETokenizer.named("gpt2").to_json()
     except UserError:

@@ -39,17 +39,16 @@ def make_data(b):
         for tokens in split.tokens:
             edges = data.find_documents(tokens, dataset.separator)
             texts += [bytes(tokens[start:stop].tolist()) for start, stop in edges]
-        documents["long"] += [(name, x) for x in texts[::2] if len(x) >= FACTOR * b.L]
+        documents["long"] += [(name, [x]) for x in texts[::2] if len(x) >= FACTOR * b.L]
         n = b.L - 1  # and <bos>
         pieces = [text[i : i + n] for text in texts[1::2] for i in range(0, len(text), n)]
         # Neighbours would be one long text again.
         random.Random(0).shuffle(pieces)
-        documents["short"] += [(name, piece) for piece in pieces]
+        documents["short"] += [(name, [piece]) for piece in pieces]
     for name, texts in documents.items():
         folder = Path(b.data) / name
         folder.parent.mkdir(parents=True, exist_ok=True)
-        pairs = [(x, b"") if split == "train" else (b"", x) for split, x in texts]
-        write_dataset(folder, data.ByteTokenizer(), pairs, {"source": b.dataset})
+        write_dataset(folder, data.ByteTokenizer(), texts, {"source": b.dataset})
 
 
 def mixture(b, percent):

@@ -69,7 +69,9 @@ def make_data(b):
         hf.main(["import", checkpoint(), f"{folder}/run", "--store=bfloat16"])
         tokenizer = prepare.find_tokenizer(f"{folder}/run")
     modules = texts.Texts(files, source, as_bytes=False, val_fraction=0.1)
-    texts.write_dataset(Path(b.data) / "modules", tokenizer, modules, {"source": source})
+    with modules.progress("encoding") as bar:
+        documents = modules.documents(bar)
+        texts.write_dataset(Path(b.data) / "modules", tokenizer, documents, {"source": source})
 
 
 def ARMS(b):
