@@ -216,7 +216,8 @@ def read_meta(folder):
         spec, bos, _ = (meta[key] for key in ("tokenizer", "bos", "bos_default"))
         ids = range(meta["vocab_size"])
         if spec and "files" in spec:
-            spec["files"] = {name: (folder / name).read_bytes() for name in spec["files"]}
+            files = [folder / Path(name).name for name in spec["files"]]  # none of another folder
+            spec["files"] = {file.name: file.read_bytes() for file in files}
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error!r}): {remedy}") from None
     require(bos is None or bos in ids, f"{file} is damaged (bos is {bos!r}): {remedy}")

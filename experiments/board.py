@@ -4,14 +4,14 @@ import math
 import re
 from types import SimpleNamespace
 
-from nanolong.errors import UserError
+from nanolong.errors import UserError, require
 from nanolong.evaluation import intervals
 from nanolong.evaluation.curve import import_pyplot
 from nanolong.evaluation.tables import Table
 
 ABOUT = (
     "The mean over the seeds and its 95 % interval (Student's t). Losses are in nats per token; "
-    "claims are judged on differences of the same seeds. Flags and commands:"
+    "claims are judged on differences between runs of the same seed. Flags and commands:"
 )
 RULE = (
     "A claim passes when its whole 95 % interval does. It is not separated from its bound when the "
@@ -108,41 +108,47 @@ class Board:
 # -----------------------------------------------------------------------------
 # Claims
 
-SIDE = r"([^\s@]+)(?:@(\S+))?"
-CLAIM = re.compile(rf"(.+?): {SIDE} ([<>]) {SIDE}(?: ([+-]) (ln )?([\d.]+))?")
+NUMBER = re.compile(r"(ln )?(-?\d*\.?\d+)")
+VALUE = re.compile(r"([^\s@]+)(?:@(\S+))?")
 
 
 def parse_claim(line):
-    """Read a claim: "loss: a@4L < b@L + ln 1.1", or "accuracy: a@4L > 0.8" of a single value."""
-    match = CLAIM.fullmatch(line)
-    if not match:
-        raise UserError(f"{line!r} is no claim: write one as in 'chunked: a@4L < b@L + ln 1.1'")
-    measure, a, a_length, sign, b, b_length, plus, is_ln, margin = match.groups()
-    bound = float(margin or 0)
-    if is_ln:
-        bound = math.log(bound)
-    if plus == "-":
-        bound = -bound
-    # a number on the right is a part of the bound
-    sides = [(a, a_length or "0")]
-    if re.fullmatch(r"-?\d*\.?\d+", b):
-        bound += float(b)
-    else:
-        sides.append((b, b_length or "0"))
-    return SimpleNamespace(measure=measure, sides=sides, sign=sign, bound=bound)
+    """Read a claim, "measure: a@4L - a@L < b@4L + ln 1.1", as a sum of values and its bound.
+
+    Returns its measure, terms (factor, arm, length) of the sum, its sign, and the bound, into
+    which all numbers go.
+    """
+    advice = f"{line!r} is no claim: write one as in 'chunked: a@4L - a@L < b@4L + ln 1.1'"
+    measure, _, rest = line.partition(": ")
+    sides = re.split(" ([<>]) ", rest)
+    require(len(sides) == 3, advice)
+    terms, bound = [], 0.0
+    for side, text in ((1, sides[0]), (-1, sides[2])):
+        words = ["+", *re.split(" ([+-]) ", text)]
+        for sign, term in zip(words[::2], words[1::2], strict=True):
+            factor = side if sign == "+" else -side
+            if number := NUMBER.fullmatch(term):
+                is_ln, value = number.groups()
+                bound -= factor * (math.log(float(value)) if is_ln else float(value))
+            else:
+                value = VALUE.fullmatch(term)
+                require(value, advice)
+                terms.append((factor, value[1], value[2] or "0"))
+    require(terms, advice)
+    return SimpleNamespace(measure=measure, terms=terms, sign=sides[1], bound=bound)
 
 
 def judge(line, board):
-    """Judge a claim on the differences of the same seeds; None if a side was not measured."""
+    """Judge a claim on sums of the same seeds; None if one of its values was not measured."""
     claim = parse_claim(line)
-    # only seeds that both sides have are compared
-    first, *second = (board.of(arm, claim.measure, length) for arm, length in claim.sides)
-    seeds = sorted(set(first).intersection(*second))
+    found = [(factor, board.of(arm, claim.measure, n)) for factor, arm, n in claim.terms]
+    # only seeds that all of them have are compared
+    seeds = sorted(set.intersection(*(set(values) for _, values in found)))
     if not seeds:
         return None
-    differences = [first[seed] - sum(values[seed] for values in second) for seed in seeds]
-    verdict = find_verdict(differences, claim.sign, claim.bound)
-    measured = format_interval(differences, "+")
+    sums = [sum(factor * values[seed] for factor, values in found) for seed in seeds]
+    verdict = find_verdict(sums, claim.sign, claim.bound)
+    measured = format_interval(sums, "+")
     return f"- {line}: {measured}, {claim.sign} {claim.bound:.4g}: {verdict}"
 
 
@@ -152,7 +158,7 @@ def find_verdict(differences, sign, bound):
     side = 1 if sign == ">" else -1
     margin = side * (mean - bound)
     if math.isnan(half_width):
-        return "FAIL (a single seed has no interval)"
+        return "not judged (a single seed has no interval)"
     if margin > half_width:
         return "pass"
     if margin >= -half_width:
@@ -169,7 +175,7 @@ def claim_lines(claims, board):
             heading = ["", f"##{claim}", ""]
             continue
         judged = judge(claim, board)
-        failed = [arm for arm, _ in parse_claim(claim).sides if arm in board.failed]
+        failed = [arm for _, arm, _ in parse_claim(claim).terms if arm in board.failed]
         if failed and not judged:
             judged = f"- {claim}: not judged, for {failed[0]} failed"
         if judged:
@@ -223,6 +229,8 @@ def format_report(experiment, board):
     """Return the lines of NAME.md."""
     lines = [f"# {experiment.title or experiment.name}", "", f"`{board.command}`: {board.note}."]
     lines += ["", experiment.about or ABOUT]
+    if getattr(board.b, "budget", "") == "try":
+        lines += ["", "The budget `try` shows that the commands work: its numbers mean nothing."]
     if not experiment.about:
         lines += ["", *(f"- {name}: `{'; '.join(c)}`" for name, c in board.commands.items())]
     if board.failed:

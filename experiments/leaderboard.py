@@ -43,6 +43,7 @@ def ARMS(b):
         "selective-rope-nope": "--entry=examples/schemes/selective_rope.py --layer_pattern=FN",
         "repo": "--entry=examples/schemes/repo.py",
         "grape": "--entry=examples/schemes/grape.py",
+        "fox-open": "--entry=examples/schemes/fox_open.py",
     }
     schemes = {pos: f"--pos={pos}" for pos in POSITIONS}
     return {name: f"train {flags}" for name, flags in (schemes | hybrids).items()}
@@ -118,6 +119,8 @@ last-quarter: fox@4L < rope@4L
 last-quarter: fox@8L < fox@L + ln 1.1
 last-quarter: fox@32L < fox@L + ln 1.1
 last-quarter: fox-rope@32L < fox-rope@L + ln 1.1
+last-quarter: fox-open@32L < fox-open@L + ln 1.1
+chunked: fox@L < fox-open@L
 # Selective RoPE (2025), which claims nothing beyond the training length, and RePo (Li et al. 2025)
 chunked: selective-rope@L < rope@L
 chunked: repo@L < rope@L + 0.02

@@ -37,7 +37,8 @@ def ARMS(b):
         arms[name] = ["train --pos=rope --tasks=niah:1", extend(b, name, steps)]
     for pos in ("nope", "alibi", "fox", "fox-rope"):
         arms[pos] = f"train --pos={pos} --tasks=niah:1"
-    for name, file in (("selective-rope", "selective_rope"), ("repo", "repo")):
+    for name in ("selective-rope", "repo", "fox-open"):
+        file = name.replace("-", "_")
         arms[name] = f"train --entry=examples/schemes/{file}.py --tasks=niah:1"
     return arms
 
@@ -77,6 +78,8 @@ needle: fox@L > 0.8
 needle: fox@4L > alibi@4L
 needle: fox@4L > none@4L
 needle: fox-rope@4L > none@4L
+needle: fox-open@L > fox@L
+needle: fox-open@4L > 0.8
 needle: repo@4L > none@4L
 # Exact and approximate attention (Lu et al. 2024)
 needle 1: window@4L > 0.5

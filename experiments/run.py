@@ -16,7 +16,8 @@ Names in capitals may be functions of the budget b, whose numbers are attributes
     ARMS            name -> a command or a list of them, ["train --pos=rope", "extend --factor=4"]
     EVALUATE        flags of evaluate.py, a list of them, or label -> flags
     TABLES          (heading, measure or measures, lengths), where "4L" is four training lengths
-    CLAIMS          a line each: "last-quarter: alibi@8L < alibi@L + ln 1.1"
+    CLAIMS          a line each: "last-quarter: alibi@8L < alibi@L + ln 1.1", or of more values,
+                    "last-quarter: a@8L - a@L < b@8L - b@L": a gets worse by less than b
     measure(arm)    what evaluate.py does not measure: measure or (measure, length) -> number
     derive(board)   rows (arm, seed, measure, length, number) that follow from others
     MEASURES        the names of what measure() and derive() return
@@ -69,7 +70,7 @@ from experiments.board import (
 from model import GPT, POSITIONS
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
-from nanolong.errors import UserError, run_main
+from nanolong.errors import UserError, note, run_main
 from nanolong.evaluation import provenance
 from nanolong.run import is_evaluated
 
@@ -95,7 +96,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 @dataclass
 class RunConfig:
     budget: str = ""  # sizes, a key of the experiment's BUDGETS; default: its first
-    arms: tuple[str, ...] = ()  # only these arms
+    arms: tuple[str, ...] = ()  # only these arms, and those of --entry
     seeds: tuple[int, ...] = (1, 2, 3)  # a run of each arm for each seed
     entry: tuple[str, ...] = ()  # files with a scheme of your own: an arm each, like the first arm
     dataset: str = "python"  # text for training and evaluation
@@ -154,7 +155,8 @@ def available():
 
 def choose_arms(experiment, cfg):
     """Return the arms to run: name -> commands. Raises UserError for an unknown name."""
-    for name, file in zip(load_entries(cfg.entry, POSITIONS), cfg.entry, strict=True):
+    entries = load_entries(cfg.entry, POSITIONS)
+    for name, file in zip(entries, cfg.entry, strict=True):
         first, *others = next(iter(experiment.arms.values())) or ["train"]
         words = [word for word in shlex.split(first) if not word.startswith("--pos=")]
         experiment.arms[name] = [shlex.join([*words, f"--entry={file}"]), *others]
@@ -162,7 +164,8 @@ def choose_arms(experiment, cfg):
         if name not in experiment.arms:
             known = ", ".join(experiment.arms)
             raise UserError(f"there is no arm {name!r}: choose from {known}")
-    return {name: experiment.arms[name] for name in cfg.arms or experiment.arms}
+    chosen = [*cfg.arms, *entries] if cfg.arms else experiment.arms
+    return {name: experiment.arms[name] for name in chosen}
 
 
 def check_claims(experiment):
@@ -178,7 +181,7 @@ def check_claims(experiment):
         if claim.measure not in lengths:
             known = ", ".join(lengths)
             raise UserError(f"claim {line!r}: there is no measure {claim.measure!r}, but {known}")
-        for arm, length in claim.sides:
+        for _, arm, length in claim.terms:
             if arm not in experiment.arms and not experiment.derive:
                 raise UserError(f"claim {line!r}: there is no arm {arm!r}: correct its name")
             measured_at = lengths[claim.measure]
@@ -506,6 +509,14 @@ def run_arms(experiment, arms, cfg):
     }
 
 
+def note_replaced(file, saved):
+    """Say which other report this one takes the place of."""
+    if file.is_file():
+        command = json.loads(file.read_text(encoding="utf-8"))["command"]
+        if command != saved["command"]:
+            note(f"{file} was that of `{command}`, which writes it again from the runs it kept")
+
+
 def is_disk_error(error):
     """Whether an error, or one that led to it, is that of the disk."""
     while error is not None:
@@ -549,11 +560,12 @@ def main(argv=None):
         except KeyboardInterrupt:
             print("stopped: the same command goes on from here", file=sys.stderr)
             raise
+        note_replaced(file, saved)
         write_json(file, saved)
     board = Board(json.loads(file.read_text(encoding="utf-8")), experiment.derive)
     text = "\n".join(format_report(experiment, board)) + "\n"
     file.with_suffix(".md").write_text(text, encoding="utf-8")
-    print("\n" + text)
+    print("\n" + re.sub(r"^!.*\n\n?", "", text, flags=re.M))  # a terminal shows no figure
     if experiment.plot:
         experiment.plot(board, file.with_suffix(".png"))
     else:

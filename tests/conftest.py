@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -126,19 +127,27 @@ def start(script, *words, processes=0, launcher=(), env=None):
     )
 
 
-def run_python(code, *words, cwd=ROOT, env=None, **options):
-    """Run code in a process of its own; returns it finished, with stdout and stderr as text.
+def run_command(command, cwd=ROOT, env=None, **options):
+    """Run a command; returns it finished, with stdout and stderr as text."""
+    env = {**os.environ, **(env or {})}
+    options |= {"capture_output": True, "text": True}
+    return subprocess.run([str(word) for word in command], cwd=cwd, env=env, **options)
+
+
+def run_python(code, *words, **options):
+    """Run code in a process of its own.
 
     Code that imports transformers runs outside the project, with env=OFFLINE.
     """
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)],
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        **options,
-    )
+    return run_command([sys.executable, "-c", code, *words], **options)
+
+
+def run_pytest(*words, request, env):
+    """Run tests in a child process, the slow ones with --all, and assert that they pass."""
+    words = [*words, "--all"] if request.config.getoption("--all") else words
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = run_command([*command, *words], env=env)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:]
 
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
@@ -184,18 +193,10 @@ def assert_same_bits(run, other):
 
 @pytest.fixture
 def run():
-    """Run a script in a process of its own; returns it finished, with stdout and stderr as text."""
+    """Run a script in a process of its own, or in several."""
 
-    def run(*words, cwd=ROOT, processes=0, env=None, **options):
-        return subprocess.run(
-            command_of(*words, processes=processes),
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            **options,
-        )
+    def run(*words, processes=0, **options):
+        return run_command(command_of(*words, processes=processes), timeout=300, **options)
 
     return run
 
@@ -258,6 +259,20 @@ def make():
         return model.eval()
 
     return make
+
+
+@pytest.fixture
+def compiled_graphs(monkeypatch):
+    """Have torch.compile trace and then run what it traced. Returns the list of its graphs."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    return graphs
 
 
 @pytest.fixture

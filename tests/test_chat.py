@@ -60,14 +60,12 @@ Today: {{ strftime_now("%d %B %Y") }}
 {{ messages[1:] | length }}{{ messages[::-1][0].role }}"""
 NAMED = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TURNS}]
 
+# name -> tokenizer_config.json, chat_template.jinja
 TEMPLATES = {
-    "turns": {"tokenizer_config.json": {"chat_template": TURNS}},
-    "by name": {"tokenizer_config.json": {"chat_template": NAMED}},
-    "a file counts more": {
-        "tokenizer_config.json": {"chat_template": "no"},
-        "chat_template.jinja": WITH_BOS,
-    },
-    "rest": {"chat_template.jinja": REST, "tokenizer_config.json": {}},
+    "turns": ({"chat_template": TURNS}, ""),
+    "by name": ({"chat_template": NAMED}, ""),
+    "a file counts more": ({"chat_template": "no"}, WITH_BOS),
+    "rest": ({}, REST),
 }
 MESSAGES = [
     [{"role": "user", "content": "What is 1 < 2 & 'é'?\n"}],
@@ -89,13 +87,12 @@ def folders(tmp_path_factory):
         "add_bos_token": True,
     }
     folders = {}
-    for name, files in TEMPLATES.items():
+    for name, (config, template) in TEMPLATES.items():
         folders[name] = tmp_path_factory.mktemp("tokenizer")
         made.save(str(folders[name] / "tokenizer.json"))
-        for file, content in files.items():
-            if file == "tokenizer_config.json":
-                content = json.dumps(settings | content)
-            (folders[name] / file).write_text(content)
+        (folders[name] / "tokenizer_config.json").write_text(json.dumps(settings | config))
+        if template:
+            (folders[name] / "chat_template.jinja").write_text(template)
     return folders
 
 
@@ -122,21 +119,11 @@ def test_templates_are_rendered_as_transformers_renders_them(name, folders):
     assert refused == (2 if name == "a file counts more" else 0)
 
 
-@pytest.mark.parametrize(
-    "name, stop",
-    [
-        ("turns", {0, 2}),
-        ("by name", {0, 2}),
-        ("a file counts more", {0}),
-        ("rest", {0, 2}),
-    ],
-)
+@pytest.mark.parametrize("name, stop", [("turns", {0, 2}), ("a file counts more", {0})])
 def test_an_answer_ends_where_the_template_ends_a_turn(name, stop, folders):
     tokenizer = read_tokenizer(folders[name])[0]
     ids, found = chat.encode_chat(tokenizer, "Hi")
     assert found == stop
-    text = chat.render(tokenizer, [{"role": "user", "content": "Hi"}], True)
-    assert ids == tokenizer.encode_with_special_tokens(text)
     assert not set(tokenizer.special_tokens.values()).isdisjoint(ids)
 
 
@@ -147,7 +134,6 @@ def test_an_answer_ends_where_the_template_ends_a_turn(name, stop, folders):
         ("{{ messages.append(1) }}", "'append' .* unsafe"),
         ("{{ raise_exception('two\nlines') }}", "two lines"),
         ("{% for %}", "Expected"),
-        ("{{ 1 + 'a' }}", "unsupported operand"),
     ],
 )
 def test_a_template_that_cannot_be_rendered_is_refused(template, message, folders):
@@ -157,18 +143,16 @@ def test_a_template_that_cannot_be_rendered_is_refused(template, message, folder
         chat.encode_chat(tokenizer, "Hi")
 
 
-def test_without_a_template_chat_is_refused(folders):
-    for tokenizer in (data.ByteTokenizer(), read_tokenizer(folders["turns"])[0]):
-        if isinstance(tokenizer, data.ImportedTokenizer):
-            tokenizer.files["tokenizer_config.json"] = b'{"chat_template": [3]}'
-        with pytest.raises(UserError, match="no chat template: leave --chat out"):
+def test_without_a_template_or_jinja_chat_is_refused(folders, monkeypatch):
+    tokenizer = read_tokenizer(folders["turns"])[0]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "jinja2", None)
+        with pytest.raises(UserError, match="jinja2.*pip install -r requirements-hf.txt"):
             chat.encode_chat(tokenizer, "Hi")
-
-
-def test_without_jinja_chat_says_what_to_install(folders, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(UserError, match="jinja2.*pip install -r requirements-hf.txt"):
-        chat.encode_chat(read_tokenizer(folders["turns"])[0], "Hi")
+    tokenizer.files["tokenizer_config.json"] = b'{"chat_template": [3]}'
+    for without in (data.ByteTokenizer(), tokenizer):
+        with pytest.raises(UserError, match="no chat template: leave --chat out"):
+            chat.encode_chat(without, "Hi")
 
 
 # -----------------------------------------------------------------------------
@@ -206,5 +190,3 @@ def test_the_answer_alone_is_printed_up_to_its_end(call, instruct_run, folders, 
     assert done.stdout == "a<|end|>It is é.not this\n"
     assert prompts[1] == tokenizer.encode("a<|end|>") and 2 not in prompts[1]
     assert done.stderr.startswith("note: '<|end|>' in the prompt is encoded as plain text")
-    assert done.stderr.endswith("give the message alone, and --chat\n")
-    assert not call("sample.py", instruct_run, "--start=a", *short).stderr

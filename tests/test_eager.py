@@ -86,38 +86,23 @@ def sorted_positions(rng, n):
 ATTENTION_CASES = [
     {},
     {"Tq": 1},
-    {"Tq": 3},
-    {"Hk": 1},
-    {"Hk": 3},
     {"causal": False},
-    {"scale": 0.3},
-    {"bias": "slopes"},
     {"bias": "slopes", "Tq": 2, "Hk": 2},
     {"bias": "slopes", "causal": False},
     {"bias": 1},
     {"bias": 5},
-    {"bias": 5, "Tq": 4},
-    {"bias": 13},
-    {"bias": 13, "Tq": 1},
-    {"bias": 40},
+    {"bias": 40, "Tq": 4},
     {"bias": 5, "causal": False},
-    {"window": 4},
     {"window": 4, "sinks": 2},
-    {"window": 1},
-    {"window": 50},
     {"window": 4, "sinks": 1, "Tq": 3},
     {"window": 6, "sinks": 2, "positions": "shared"},
     {"window": 6, "positions": "per sequence", "Tq": 5},
     {"docs": True},
     {"docs": True, "bias": 5, "window": 3, "Tq": 6},
     {"docs": True, "bias": "slopes", "Hk": 2, "sinks": 1, "window": 5},
-    {"gates": True},
     {"gates": True, "Tq": 1, "Hk": 2},
-    {"gates": True, "Tq": 3, "scale": 0.3},
     {"gates": True, "causal": False},
-    {"gates": True, "window": 4, "Hk": 3},
     {"gates": True, "window": 4, "sinks": 2, "Tq": 9},
-    {"gates": True, "window": 6, "positions": "per sequence", "Tq": 5},
     {"gates": True, "docs": True, "Hk": 1},
 ]
 
@@ -125,16 +110,10 @@ ATTENTION_CASES = [
 RELATIVE_CASES = [
     {},
     {"heads": 1},
-    {"values": False},
-    {"offsets": True},
     {"values": False, "offsets": True},
     {"m": 1},
     {"m": 5, "heads": 1},
-    {"m": 40},
-    {"Tq": 1},
     {"Tq": 4, "offsets": True, "Hk": 2},
-    {"Hk": 1},
-    {"causal": False},
     {"causal": False, "m": 5, "offsets": True},
     {"window": 4, "sinks": 2},
     {"window": 6, "positions": "per sequence", "Tq": 5, "m": 5},
@@ -230,34 +209,25 @@ def largest_difference(found, expected):
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-@pytest.mark.parametrize("slope", [2**-1, 2**-8])
-def test_slopes_are_exact_over_16k_tokens(slope, dtype, limit):
-    """Float32 rounds slope * index, which is up to 8,192, and bfloat16 merges indices above 256."""
-    T, D = 16384, 4
-    q, k, v = (torch.randn(1, 1, T, D).to(dtype).requires_grad_() for _ in range(3))
-    rows = torch.tensor([0, 1, 127, 128, 9000, *range(16100, 16150)])  # around a border of chunks
-    y = eager.attention(q, k, v, bias=torch.tensor([slope]))[:, :, rows]
-    distance = rows[:, None] - torch.arange(T)
-    wide = [x.double() for x in (q, k, v)]
-    scores = wide[0][:, :, rows] @ wide[1].mT * D**-0.5 - slope * distance
-    expected = scores.masked_fill(distance < 0, -math.inf).softmax(-1) @ wide[2]
-    assert (y - expected).norm() < limit * expected.norm()
-    weight = torch.randn_like(y)
-    found, right = (torch.autograd.grad(x, (q, k, v), weight.to(x.dtype)) for x in (y, expected))
-    for a, b in zip(found, right, strict=True):
-        assert (a.double() - b.double()).norm() < 2 * limit * b.double().norm()
+@pytest.mark.parametrize("slope, mean", [(2**-1, None), (2**-8, None), (None, 0), (None, 3.5)])
+def test_slopes_and_gates_are_exact_over_16k_tokens(slope, mean, dtype, limit):
+    """Float32 rounds slope * index, which is up to 8,192, and bfloat16 merges indices above 256.
 
-
-@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-@pytest.mark.parametrize("mean", [0, 3.5])
-def test_gates_are_exact_over_16k_tokens(mean, dtype, limit):
-    """Their sum reaches -13,400, which float32 rounds by 1e-3; weak gates see far."""
+    The sum of gates reaches -13,400, which float32 rounds by 1e-3; weak gates see far.
+    """
     T, D = 16384, 4
-    q, k, v = (torch.randn(1, 1, T, D).to(dtype).requires_grad_() for _ in range(3))
-    logits = torch.randn(1, 1, T).double() + mean
-    gates = F.logsigmoid(logits).cumsum(2).requires_grad_()
+    leaves = [torch.randn(1, 1, T, D).to(dtype).requires_grad_() for _ in range(3)]
     rows = torch.tensor([0, 1, 127, 128, 9000, *range(16334, 16384)])  # around a border of chunks
-    y, lse = eager.attention(q, k, v, gates=gates, return_lse=True)
+    if slope is None:
+        logits = torch.randn(1, 1, T).double() + mean
+        gates = F.logsigmoid(logits).cumsum(2).requires_grad_()
+        leaves.append(gates)
+        terms = {"gates": gates}
+    else:
+        gates = -slope * torch.arange(T).double().expand(1, 1, T)
+        terms = {"bias": torch.tensor([slope])}
+    q, k, v = leaves[:3]
+    y, lse = eager.attention(q, k, v, **terms, return_lse=True)
     y, lse = y[:, :, rows], lse[:, :, rows]
     wide = [x.double() for x in (q, k, v)]
     scores = wide[0][:, :, rows] @ wide[1].mT * D**-0.5
@@ -267,17 +237,16 @@ def test_gates_are_exact_over_16k_tokens(mean, dtype, limit):
     assert (y - expected).norm() < limit * expected.norm()
     assert (lse - expected_lse).abs().max() < 1e-5
     with torch.no_grad():  # a decoding step
-        last = eager.attention(q[:, :, -1:], k, v, gates=gates)
+        last = eager.attention(q[:, :, -1:], k, v, **terms)
     assert (last - expected[:, :, -1:]).norm() < 2 * limit * expected[:, :, -1:].norm()
     weight = torch.randn_like(y)
-    found, right = (
-        torch.autograd.grad(x, (q, k, v, gates), weight.to(x.dtype)) for x in (y, expected)
-    )
+    found, right = (torch.autograd.grad(x, leaves, weight.to(x.dtype)) for x in (y, expected))
     for a, b in zip(found, right, strict=True):
         assert (a.double() - b).norm() < 2 * limit * b.norm()
     # the gradient of log f, a sum over all later tokens and their rounding
-    a, b = (x.flip(-1).cumsum(-1) for x in (found[3], right[3]))
-    assert (a - b).norm() < max(2 * limit, 1e-4) * b.norm()
+    for a, b in zip(found[3:], right[3:], strict=True):
+        a, b = (x.flip(-1).cumsum(-1) for x in (a, b))
+        assert (a - b).norm() < max(2 * limit, 1e-4) * b.norm()
 
 
 @pytest.mark.parametrize("hides", ["documents", "window"])
@@ -316,7 +285,7 @@ def test_two_threads_compute_the_same_bits_each_time():
 # Rotary position embedding
 
 
-@pytest.mark.parametrize("width,rotated", [(8, 8), (10, 6), (2, 2), (16, 0)])
+@pytest.mark.parametrize("width,rotated", [(10, 6), (2, 2), (16, 0)])
 def test_rope_rotates_pairs(width, rotated, rng):
     """Each pair (c, c + R/2) is a complex number times e^(i angle); the rest passes unchanged."""
     q, k = torch.randn(2, 4, 5, width), torch.randn(2, 2, 5, width)
@@ -412,7 +381,7 @@ def small_chunks(size):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (3,), (2, 2), (5, 1)])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1)])
 def test_few_rows_are_multiplied_alike(shape, bias):
     x, weight = (torch.randn(*size) for size in ((*shape, 131), (1009, 131)))
     b = torch.randn(1009) if bias else None
@@ -424,7 +393,7 @@ def test_few_rows_are_multiplied_alike(shape, bias):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("n,vocab", [(1, 2), (37, 11), (300, 257)])
+@pytest.mark.parametrize("n,vocab", [(1, 2), (300, 257)])
 def test_linear_cross_entropy_matches_float64(n, vocab, reduction, monkeypatch, rng):
     """Loss and both gradients, with several chunks and ignored targets."""
     if n > 1:
@@ -433,7 +402,8 @@ def test_linear_cross_entropy_matches_float64(n, vocab, reduction, monkeypatch, 
     token_weight = torch.randn(n) if reduction == "none" else torch.ones(())
 
     wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
-    expected = plain_cross_entropy(wide_x, wide_weight, targets, reduction)
+    logits = wide_x @ wide_weight.t()
+    expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
     found = reference.linear_cross_entropy(wide_x, wide_weight, targets, reduction)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
     (expected * token_weight).sum().backward()
@@ -446,21 +416,16 @@ def test_linear_cross_entropy_matches_float64(n, vocab, reduction, monkeypatch, 
     for grad, right in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
         # softmax - 1 cancels where a token is almost certain
         assert (grad.double() - right).norm() <= 1e-5 * right.norm() + 1e-6
+    # with one gradient of the two, and without any
+    for inputs in ((x.detach(), weight), (x, weight.detach())):
+        loss = kernels.linear_cross_entropy(*inputs, targets, reduction)
+        of_one = [leaf for leaf in inputs if leaf.requires_grad]
+        (grad,) = torch.autograd.grad((loss * token_weight).sum(), of_one)
+        right = wide_x.grad if of_one[0] is x else wide_weight.grad
+        assert (grad.double() - right).norm() <= 1e-5 * right.norm() + 1e-6
     with torch.no_grad():
         loss = kernels.linear_cross_entropy(x, weight, targets, reduction)
         assert torch.allclose(loss.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_linear_cross_entropy_with_one_gradient(frozen, rng):
-    x, weight, targets = random_loss_inputs(37, 11)
-    wide_x, wide_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    (plain_cross_entropy(wide_x, wide_weight, targets, "sum") / 2).backward()
-    trained = weight if frozen == "x" else x
-    trained.requires_grad_()
-    kernels.linear_cross_entropy(x, weight, targets, "sum").mul(0.5).backward()
-    expected = wide_weight.grad if frozen == "x" else wide_x.grad
-    assert torch.allclose(trained.grad, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_linear_cross_entropy_can_be_differentiated_twice_where_the_graph_is_kept(rng):
@@ -484,22 +449,18 @@ def random_loss_inputs(n, vocab):
     return torch.randn(n, 6), torch.randn(vocab, 6), targets
 
 
-def plain_cross_entropy(x, weight, targets, reduction):
-    return F.cross_entropy(x @ weight.t(), targets, ignore_index=-1, reduction=reduction)
-
-
 def test_linear_cross_entropy_needs_little_memory():
-    """60,000 tokens of 5,000 words: the logits would take 1.2 GB, both passes at most 0.7 GB."""
+    """30,000 tokens of 5,000 words: the logits would take 0.6 GB, both passes at most 0.5 GB."""
     code = """
 import resource, torch
 from kernels import linear_cross_entropy
 torch.set_num_threads(2)
-x = torch.randn(60000, 8, requires_grad=True)
+x = torch.randn(30000, 8, requires_grad=True)
 weight = torch.randn(5000, 8, requires_grad=True)
-targets = torch.randint(0, 5000, (60000,))
+targets = torch.randint(0, 5000, (30000,))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 linear_cross_entropy(x, weight, targets).backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
     done = assert_success(run_python(code))
-    assert float(done.stdout) < 700, f"{done.stdout} MB"
+    assert float(done.stdout) < 500, f"{done.stdout} MB"

@@ -3,7 +3,6 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_refused, assert_success
@@ -22,13 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 # Records
 
 
-def text_model(make, text_data, **settings):
-    """A model of bytes with the dataset of the tests."""
-    model = make(vocab_size=257, **settings)
-    model.meta = {"dataset": str(text_data), "bos": 256}
-    return model
-
-
 def measure(models, lengths, *protocols, **settings):
     cfg = evaluate.EvaluateConfig(protocol=protocols, device="cpu", dtype="float32", **settings)
     return evaluate.measure(models, cfg, lengths)
@@ -36,7 +28,8 @@ def measure(models, lengths, *protocols, **settings):
 
 def test_records_are_the_losses_of_one_sequence_at_a_time(make, text_data):
     """Of each protocol that cuts the same sequences, and of each part of `position`."""
-    model = text_model(make, text_data)
+    model = make(vocab_size=257)
+    model.meta = {"dataset": str(text_data), "bos": 256}
     records = measure({"m": model}, (21,), "chunked", "last-quarter", "position", max_tokens=100)
     chunked, last_quarter, *parts = records
     val = data.Dataset(str(text_data)).val
@@ -63,15 +56,6 @@ def test_records_are_the_losses_of_one_sequence_at_a_time(make, text_data):
 ENDS = [21 * i // 16 for i in range(1, 17)]
 
 
-def test_what_cannot_be_measured_is_refused_in_its_record(make, text_data):
-    models = {"m": text_model(make, text_data, pos="learned")}
-    good, beyond, too_long = measure(models, (24, 48, 500), "chunked", max_tokens=200)
-    assert good["bytes"] == good["tokens"]
-    assert list(beyond) == ["checkpoint", "task", "protocol", "length", "refused"]
-    assert "--pos=learned" in beyond["refused"]
-    assert "--max_tokens" in too_long["refused"]
-
-
 # -----------------------------------------------------------------------------
 # A text file
 
@@ -82,11 +66,11 @@ TEXT = "Größe, naïve ☃ 🙂: the quick brown fox.\n" + (ROOT / "LICENSE").r
 def imported(make, tmp_path):
     """A function that saves a model with a tokenizer of this kind; returns its run folder."""
 
-    def imported(kind, bos=None, name="imported"):
+    def imported(kind, bos=None):
         model = make(vocab_size=PADDED_VOCAB_SIZE, n_layer=1, pos="rope")
         model.meta = {"tokenizer": import_tokenizer(kind).to_json(), "bos": bos}
-        model.save(tmp_path / name / "step-000000")
-        return tmp_path / name
+        model.save(tmp_path / "imported/step-000000")
+        return tmp_path / "imported"
 
     return imported
 
@@ -125,7 +109,7 @@ def losses_in_float64(run, ids, length, bos):
     return losses
 
 
-@pytest.mark.parametrize("kind, bos", [("gpt2", None), ("smollm2", 0), ("llama2", 1)])
+@pytest.mark.parametrize("kind, bos", [("gpt2", None), ("llama2", 1)])
 def test_bits_per_byte_of_a_text_are_those_of_its_bytes(
     kind, bos, imported, text_file, call, tmp_path
 ):
@@ -148,8 +132,7 @@ def test_bits_per_byte_of_a_text_are_those_of_its_bytes(
         assert f" {bits:.3f} " in table.splitlines()[1]
 
 
-@pytest.mark.parametrize("max_tokens", [65536, 240])
-def test_bytes_are_those_of_the_file_if_a_normalizer_changes_it(make, tmp_path, max_tokens):
+def test_bytes_are_those_of_the_file_if_a_normalizer_changes_it(make, tmp_path):
     """NFC makes one character of a letter and its accent: two bytes of three."""
     import tokenizers
 
@@ -161,26 +144,19 @@ def test_bytes_are_those_of_the_file_if_a_normalizer_changes_it(make, tmp_path, 
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     model = make(vocab_size=PADDED_VOCAB_SIZE, n_layer=1)
     model.meta = {"tokenizer": tokenizer.to_json(), "bos": 0}
-    settings = {"text": str(tmp_path / "text.txt"), "max_tokens": max_tokens}
-    (record,) = measure({"m": model}, (24,), "chunked", **settings)
-    n_tokens = len(tokenizer.encode(text))
-    assert record["tokens"] == min(n_tokens, max_tokens // 24 * 24)
-    expected = len(text.encode()) * record["tokens"] / n_tokens
-    assert record["bytes"] == pytest.approx(expected, rel=0.01 if max_tokens == 240 else 1e-9)
-    assert record["bytes"] == round(sum(row[2] for row in record["by_sequence"]))
+    (record,) = measure({"m": model}, (24,), "chunked", text=str(tmp_path / "text.txt"))
+    assert record["tokens"] == len(tokenizer.encode(text))
+    assert record["bytes"] == len(text.encode())
 
 
 def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call, tmp_path):
     run = imported("gpt2")
-    empty, short, binary = (tmp_path / name for name in ("empty.txt", "short.txt", "binary"))
-    empty.write_bytes(b"")
+    short, binary = (tmp_path / name for name in ("short.txt", "binary"))
     short.write_text("two words")
     binary.write_bytes(b"\xff\xf0" * 99)
     make().save(tmp_path / "nameless/step-000001")
     for checkpoint, words, phrases in (
-        (run, [f"--text={text_file}", "--dataset=x"], ("--text and --dataset",)),
         (run, [f"--text={tmp_path}/gone.txt"], ("gone.txt cannot be used", "No such file")),
-        (run, [f"--text={empty}"], ("empty.txt is empty",)),
         (run, [f"--text={short}"], ("short.txt holds", "sequence of 24", "--lengths")),
         (run, [f"--text={binary}"], ("cannot encode the text", "no UTF-8")),
         (tmp_path / "nameless", [f"--text={text_file}"], ("tokenizer", "nameless", "--dataset")),
@@ -242,7 +218,8 @@ def test_nothing_measured_is_an_error(runs, call, tmp_path):
     done = call("evaluate.py", *words)
     assert_refused(done, "nothing could be measured: --pos=learned has no embedding")
     records = json.loads((tmp_path / "a.json").read_text())
-    assert all("refused" in record for record in records) and "refused" in done.stdout
+    assert all("--pos=learned" in record["refused"] for record in records)
+    assert "refused" in done.stdout
 
 
 def test_the_cost_grows_with_the_length(runs, call, tmp_path):
@@ -256,4 +233,4 @@ def test_the_cost_grows_with_the_length(runs, call, tmp_path):
     assert all(record["prefill_seconds"] > 0 for record in costs[:3])
     assert all(record["tokens_per_second"] > 0 for record in costs[:3])
     assert f"{runs[0]}: seconds of prefill" in done.stdout and "table: MB of cache" in done.stdout
-    assert np.all(["refused" in record for record in costs[3:]])
+    assert "refused" in costs[3]

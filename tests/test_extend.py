@@ -6,8 +6,8 @@ test_scripts.py, what is refused in test_refusals.py.
 
 import math
 import shutil
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -20,10 +20,10 @@ from conftest import (
     logged,
     newest,
 )
+from test_loss import losses_of
 
 import data
 import extend
-import rope_scaling
 import train
 from model import GPT, GPTConfig
 from nanolong.run import list_steps, read_meta
@@ -52,21 +52,12 @@ def extend_run(call, tmp_path):
     return extend_run
 
 
-@pytest.fixture
-def no_data(monkeypatch):
-    """Fail where a dataset is opened."""
-
-    def opened(*args):
-        raise AssertionError("a dataset was opened")
-
-    monkeypatch.setattr(data, "open_dataset", opened)
-
-
 # -----------------------------------------------------------------------------
 # Extending alone.
 
 
-def test_extending_alone_opens_no_dataset(trained, extend_run, no_data, tmp_path):
+def test_extending_alone_opens_no_dataset(trained, extend_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "open_dataset", None)
     done = assert_success(extend_run(trained, "--max_iters=0"))
     assert "context length: 32 -> 128 tokens (yarn)" in done.stdout
     assert "loss at" not in done.stdout
@@ -119,20 +110,16 @@ def test_an_extension_is_named_after_its_run_method_and_factor(save_run, call):
 
 def losses_of_sequences(model, tokens, length):
     """The losses (N, length) of sequences with <bos> first, cut from the start of a text."""
-    losses = []
-    for start in range(0, len(tokens) - length + 1, length):
-        targets = torch.tensor(tokens[start : start + length])
-        inputs = torch.cat((torch.tensor([256]), targets[:-1]))
-        log_p = model(inputs[None])[0].log_softmax(-1)
-        losses.append(-log_p.gather(1, targets[:, None])[:, 0])
-    return torch.stack(losses).double()
+    targets = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
+    inputs = torch.cat((torch.full((len(targets), 1), 256), targets[:, :-1]), 1)
+    return torch.stack([losses_of(model, x, y) for x, y in zip(inputs, targets, strict=True)])
 
 
-@torch.no_grad()
-def test_the_report_compares_with_the_parent_on_a_text(trained, extend_run, no_data, tmp_path):
+def test_the_report_compares_with_the_parent_on_a_text(trained, extend_run, monkeypatch, tmp_path):
     """Two sequences of the extended length, eight of the original; half the width by Student."""
     text = tmp_path / "text.txt"
     text.write_bytes(TEXT[:256])
+    monkeypatch.setattr(data, "open_dataset", None)
     done = assert_success(extend_run(trained, "--max_iters=0", f"--text={text}"))
     parent, model = GPT.load(trained), GPT.load(tmp_path / "extended")
     quantiles = {32: 2.365, 128: 12.706}  # of 7 and 1 degrees of freedom
@@ -156,7 +143,6 @@ def test_the_report_compares_with_the_parent_on_a_text(trained, extend_run, no_d
 def test_pose_trains_on_windows_with_positions_in_the_extended_length(
     trained, extend_run, tmp_path, monkeypatch
 ):
-    """The text and the positions skip together from one of two parts to the other."""
     batches = []
     real = data.Dataset.batch
 
@@ -170,10 +156,8 @@ def test_pose_trains_on_windows_with_positions_in_the_extended_length(
     done = assert_success(extend_run(trained, *words))
     assert "sequences of 96 tokens" in done.stdout
     assert read_meta(newest(tmp_path / "extended"))["tokens"] == 3 * 40 * 7
-    x, y, positions, _ = batches[0]
-    assert x.shape == y.shape == positions.shape == (40, 7)
-    assert (positions[:, 0] == 0).all()
-    assert ((np.diff(positions) > 1).sum(1) <= 1).all()
+    x, _, positions, _ = batches[0]
+    assert x.shape == positions.shape == (40, 7)
     assert 32 < positions.max() < 128
 
 
@@ -200,56 +184,50 @@ def test_settings_that_are_inherited(trained):
     A micro-batch of two sequences becomes one of four times the length, in half as many.
     """
     meta = read_meta(newest(trained))
-    first = extend.inherited_settings(meta, {})
-    assert first["learning_rate"] == pytest.approx(0.3 * meta["train"]["learning_rate"])
-    assert (first["batch_size"], first["gradient_accumulation_steps"]) == (1, 1)
+    trained_settings = dict(meta["train"])
+
+    def sizes(**given):
+        saved = extend.inherited_settings(meta, given)
+        rate = saved["learning_rate"] / trained_settings["learning_rate"]
+        return saved["batch_size"], saved["gradient_accumulation_steps"], pytest.approx(rate)
+
     given = {"pose": True, "train_length": 8}
+    assert sizes() == (1, 1, 0.3)
+    assert sizes(**given) == (16, 1, 0.3)
+    assert sizes(method="drope") == (4, 1, 0.3)  # at the original length
     first = extend.inherited_settings(meta, given)
-    assert (first["batch_size"], first["gradient_accumulation_steps"]) == (16, 1)
-    meta["train"] = {**meta["train"], **first, **given, "method": "yarn"}
-    second = extend.inherited_settings(meta, {"factor": 2})
-    assert (second["batch_size"], second["gradient_accumulation_steps"]) == (2, 1)
-    assert second["learning_rate"] == first["learning_rate"]
-    drope = extend.inherited_settings(read_meta(newest(trained)), {"method": "drope"})
-    assert drope["batch_size"] == 4  # at the original length
-    meta = read_meta(newest(trained))
-    meta["train"] |= {"batch_size": 2, "gradient_accumulation_steps": 4, "eval_iters": 64}
-    saved = extend.inherited_settings(meta, {})
-    assert (saved["batch_size"], saved["gradient_accumulation_steps"]) == (1, 2)
-    assert saved["eval_iters"] == 16
+    meta["train"] |= {**first, **given, "method": "yarn"}
+    assert sizes(factor=2) == (2, 1, 0.3)
+    meta["train"] = {**trained_settings, "batch_size": 2, "gradient_accumulation_steps": 4}
+    meta["train"]["eval_iters"] = 64
+    assert sizes() == (1, 2, 0.3)
+    assert extend.inherited_settings(meta, {})["eval_iters"] == 16
 
 
 # -----------------------------------------------------------------------------
 # The factor on the scores.
 
 
-def test_the_fitted_scale_has_the_lowest_loss_of_all_candidates(save_run, make, tmp_path, capsys):
+def test_the_fitted_scale_has_the_lowest_loss_of_all_candidates(save_run, extend_run, tmp_path):
     """Each candidate as if the model had that attn_scale."""
     text = tmp_path / "text.txt"
     text.write_bytes(TEXT[:960])
     run = save_run(pos="nope")
-    words = [run, "--method=scale", "--factor=1", "--max_iters=0", "--device=cpu"]
-    assert_refused_without_text(words)
-    extend.main([*map(str, words), f"--text={text}", f"--out_dir={tmp_path}/extended"])
+    words = [run, "--method=scale", "--factor=1", "--max_iters=0"]
+    assert_refused(extend_run(*words), "give --text, --dataset or a scale")
+    done = assert_success(extend_run(*words, f"--text={text}"))
     fitted = GPT.load(tmp_path / "extended").config.extension["options"]["scale"]
     losses = {}
     for eighth in range(-4, 13):
         scale = 2 ** (eighth / 8)
         candidate = GPT(GPTConfig(**{**vars(GPT.load(run).config), "attn_scale": scale}))
         candidate.load_state_dict(GPT.load(run).state_dict())
-        with torch.no_grad():
-            found = losses_of_sequences(candidate, list(TEXT[:960]), 24)
+        found = losses_of_sequences(candidate, list(TEXT[:960]), 24)
         losses[scale] = float(found[:, 18:].mean())
     assert fitted == min(losses, key=losses.get)
-    assert f"{losses[fitted]:.4f} nats" in capsys.readouterr().out
-    given = ["--options=scale=1.5", f"--out_dir={tmp_path}/given"]
-    extend.main([*map(str, words), *given])
+    assert f"{losses[fitted]:.4f} nats" in done.stdout
+    assert_success(extend_run(*words, "--options=scale=1.5", f"--out_dir={tmp_path}/given"))
     assert GPT.load(tmp_path / "given").config.extension["options"] == {"scale": 1.5}
-
-
-def assert_refused_without_text(words):
-    with pytest.raises(ValueError, match="give --text, --dataset or a scale"):
-        extend.main([*map(str, words), "--out_dir=out/never-made"])
 
 
 # -----------------------------------------------------------------------------
@@ -340,19 +318,6 @@ def test_an_optimizer_that_cannot_be_kept_is_refused(
     assert not list_steps(tmp_path / "extended")
 
 
-def test_the_table_and_the_training_have_lengths_of_their_own(trained, extend_run, tmp_path):
-    """The table of 32 times the length, trained at twice the length, validated at all of it."""
-    words = ["--factor=32", "--train_length=64", "--max_iters=2", "--max_tokens=2048"]
-    done = assert_success(extend_run(trained, *words, "--eval_iters=1"))
-    assert "sequences of 1,024 tokens" in done.stdout
-    meta = read_meta(newest(tmp_path / "extended"))
-    assert meta["config"]["block_size"] == 1024
-    assert (meta["train"]["train_length"], meta["tokens"]) == (64, 2 * 128)  # 4 x 32 tokens a step
-    model = GPT.load(tmp_path / "extended")
-    inv_freq, _ = rope_scaling.yarn(10000.0, 8, 32, 32.0)
-    torch.testing.assert_close(model.pos.inv_freq.double(), inv_freq)
-
-
 # -----------------------------------------------------------------------------
 # Resuming.
 
@@ -376,32 +341,11 @@ def test_resuming_with_another_extension_is_refused(trained, extend_run, tmp_pat
     assert GPT.load(tmp_path / "extended").config.block_size == 256
 
 
-def test_which_settings_are_taken_over(trained):
-    meta = read_meta(newest(trained))
-    # the others are extend.py's own, and of each extension
-    inherited = "dataset bos tasks optimizer lr_schedule beta1 beta2 grad_clip log_interval wandb"
-    inherited += " device dtype checkpoint_activations seed"
-    kept = "max_iters min_lr warmup_iters weight_decay min_doc separate_docs eval_interval"
-    kept += " eval_length compile"
-    rate = meta["train"]["learning_rate"]
-    scaled = {"learning_rate", "batch_size", "gradient_accumulation_steps", "eval_iters"}
-    meta["train"] = {n: x if n in scaled else "unlike" for n, x in meta["train"].items()}
-    for words, names in (({}, inherited), ({"keep_optimizer": True}, f"{inherited} {kept}")):
-        saved = extend.inherited_settings(meta, {"train_length": 32, **words})
-        assert {name for name, x in saved.items() if x == "unlike"} == set(names.split())
-    assert saved["learning_rate"] == rate
-
-
 def test_a_scale_is_fitted_on_training_sequences(save_run, extend_run, text_data, monkeypatch):
-    files = set()
     real = extend.loss.loss_by_position
-
-    def loss_by_position(model, split, *args):
-        files.add(split.files[0].name)
-        return real(model, split, *args)
-
-    monkeypatch.setattr(extend.loss, "loss_by_position", loss_by_position)
+    spy = mock.Mock(side_effect=real)
+    monkeypatch.setattr(extend.loss, "loss_by_position", spy)
     monkeypatch.setattr(extend, "report", lambda *args: None)
     words = ["--method=scale", "--factor=1", "--max_iters=0", f"--dataset={text_data}"]
     assert_success(extend_run(save_run(pos="nope"), *words))
-    assert files == {"train.bin"}
+    assert {call.args[1].files[0].name for call in spy.call_args_list} == {"train.bin"}

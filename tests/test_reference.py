@@ -213,7 +213,8 @@ def test_a_checkpoint_loads_to_the_bit(settings, method, options, tmp_path):
     assert torch.equal(loaded(tokens), model(tokens))
 
 
-def test_learned_embeddings_are_interpolated_linearly():
+def test_learned_embeddings_are_interpolated_linearly(tmp_path):
+    """A table that is extended again, after it was saved, goes on from there."""
     model = build({"pos": "learned"})
     table = model.pos.table.detach().double()
     model.extend("pi", 2.5)
@@ -222,6 +223,11 @@ def test_learned_embeddings_are_interpolated_linearly():
         low, high = min(int(low), 23), min(int(low) + 1, 23)
         expected = table[low] * (1 - part) + table[high] * part
         assert torch.allclose(model.pos.table[row].double(), expected, atol=1e-6), row
+    model.save(tmp_path / "step-000000")
+    loaded = GPT.load(tmp_path)
+    loaded.extend("pi", 2)
+    assert loaded.pos.table.shape == (120, 36) and loaded.pos.table.requires_grad
+    assert torch.allclose(loaded.pos.table[::2], model.pos.table, atol=1e-7)
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"drope"}))

@@ -7,7 +7,7 @@ RoPE and 32 tokens on it, LETTERS a dataset of three characters.
 import json
 
 import pytest
-from conftest import TINY, assert_refused, assert_success
+from conftest import TINY, assert_refused, assert_success, content
 
 from model import POSITIONS
 from rope_scaling import METHODS
@@ -26,7 +26,6 @@ MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
     ("--p_rope=1.5", "no fraction"),
     ("--dropout=1", "no fraction"),
     ("--rope_local_base=1e4", "layer_pattern of both"),
-    ("--rope_local_base=1e4 --window=5", "layer_pattern of both"),
     ("--layer_pattern=FX", "F, W, N and S"),
     ("--layer_pattern=FFFFFFFFN", "4 layers"),
     ("--layer_pattern=W", "give --window=N"),
@@ -41,21 +40,18 @@ MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
 TRAINING = [
     ("--learning_rat=1", "--learning_rate"),
     ("--batch_size=0", "at least 1"),
-    ("--log_interval=0", "at least 1"),
     ("--beta2=1", "below 1"),
     ("--seed=1e19", "below 2^53"),
     ("--stop_at=9 --max_iters=8", "--stop_at is beyond --max_iters"),
     ("--learning_rate=nan", "finite"),
     ("--dataset=nothing", "prepare.py"),
     ("--dataset=DATA:0.3,LETTERS:0.6", "add up to 0.9"),
-    ("--dataset=DATA:1.5,LETTERS:0.5", "a fraction above 0 and at most 1"),
     ("--dataset=DATA:0.5,DATA:0.5", "give each name once"),
     ("--dataset=DATA:0.5,LETTERS:0.5", "prepare its text with the tokenizer of"),
     ("--block_size=100000000", "--block_size"),
     ("--eval_length=257", "context length of 256"),
     ("--min_doc=99999999", "--min_doc"),
     ("--tasks=needle:0.1", "niah, multikey, vt, fwe"),
-    ("--tasks=niah:1.5", "at most 1"),
     ("--tasks=niah:0.7,vt:0.7", "add up to 1.4"),
     ("--tasks=fwe:0.1 --block_size=64", "fwe need up to", "have 64"),
     ("--device=tpu", "--device=cpu"),
@@ -72,18 +68,15 @@ TRAINING = [
 EXTENDING = [
     ("", "run folder"),
     ("out/never-made", "train one by python train.py"),
-    ("RUN --method=yarm", "no method 'yarm'", "yarn"),
     ("RUN --method=magic", ", ".join(METHODS)),
     ("RUN --method=clamp", "--pos=rope has no method 'clamp': use --method"),
     ("RUN --factor=0.5", "factor=0.5"),
-    ("RUN --options=beta", "NAME=VALUE"),
     ("RUN --options=beta=1", "beta_fast"),
     ("RUN --options=factor=3", "a flag of its own"),
     ("RUN --options=beta_slow=40", "beta_slow must be below"),
     ("RUN --options=attention_factor=0", "above 0"),
     ("RUN --method=resonance --options=of=dynamic-ntk", "of='dynamic-ntk'"),
     ("RUN --options=bad.json --method=longrope", "bad.json"),
-    ("RUN --options=none.json --method=longrope", "none.json"),
     ("RUN --method=longrope", "long_factor"),
     ("RUN --method=llama3 --options=high_freq_factor=0.5", "low_freq_factor must be below"),
     ("RUN --n_layer=3", "n_layer=2"),
@@ -97,7 +90,6 @@ EXTENDING = [
     ("RUN --dataset=LETTERS", "vocabulary of 3"),
     ("RUN --init_from=RUN", "is for train.py"),
     ("RUN --lora=4 --parallel=fsdp", "give --optimizer=adamw and --parallel=ddp"),
-    ("RUN --lora=4 --optimizer=muon", "give --optimizer=adamw and --parallel=ddp"),
     ("RUN --lora=4 --lora_also=heads", "lora_also is one of norms, embeddings"),
     ("RUN --lora_also=norms", "give --lora=RANK too"),
     ("RUN --lora=4 --keep_optimizer=true --max_iters=9", "lora=0, not 4", "leave --lora out"),
@@ -106,7 +98,6 @@ OTHERS = [
     ("sample.py", "out/never-made", "train one by python train.py"),
     ("sample.py", "", "there is no run under out/"),
     ("sample.py", "RUN --top_p=0", "top_p=0"),
-    ("sample.py", "RUN --num_samples=0", "at least 1"),
     ("sample.py", "RUN --chat", "--start=TEXT"),
     ("sample.py", "RUN --system=x --start=y", "--chat"),
     ("sample.py", "RUN --start=FILE:gone.txt", "gone.txt"),
@@ -120,26 +111,16 @@ OTHERS = [
     ("evaluate.py", "RUN --curves=a.png --json=a.json", "leave --plot, --json and --report out"),
     ("evaluate.py", "RUN --report=a.pdf", ".html"),
     ("evaluate.py", "RUN --lengths=0", "at least 1"),
-    ("evaluate.py", "RUN --max_tokens=0", "at least 1"),
-    ("evaluate.py", "RUN --task=needle --depths=0", "at least 1"),
-    (
-        "evaluate.py",
-        "RUN --text=x --task=needle",
-        "--text is of --task=loss, which is not measured",
-    ),
-    ("evaluate.py", "RUN --depths=3", "--depths is of --task=needle, which is not measured"),
-    ("evaluate.py", "RUN --task=needle --ruler=niah", "--ruler is of --task=ruler"),
+    ("evaluate.py", "RUN --text=x --task=needle", "--text is of --task=loss"),
     ("evaluate.py", "RUN --trials=3", "--trials is of --task=needle or ruler"),
     ("evaluate.py", "RUN --task=ruler --ruler=cwe", "niah, multikey, vt, fwe"),
     ("evaluate.py", "RUN --dataset=nowhere", "nowhere"),
     ("evaluate.py", "a=RUN a=RUN", "same name"),
     ("hf.py", "import", "import SOURCE"),
-    ("hf.py", "import gone out/x", "gone"),
     ("data/prepare.py", "", "either"),
     ("data/prepare.py", "gone.txt", "gone.txt"),
     ("data/prepare.py", "--dataset=imagenet", "imagenet"),
     ("experiments/run.py", "leaderboard --arms=rope,ropey", "'ropey'", "rope, rope-window"),
-    ("experiments/run.py", "leaderboard --entry=gone.py", "gone.py"),
     ("experiments/run.py", "leaderbord", "there is no experiment leaderbord"),
 ]
 TABLE = [("train.py", *row) for row in (*MODEL, *TRAINING)]
@@ -166,12 +147,9 @@ def test_a_request_that_cannot_be_is_refused(row, call, run_of_rope, text_data, 
     words = words.split()
     if script == "train.py" and "--dataset" not in row[1]:
         words.append(f"--dataset={text_data}")
-    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    before |= {file: file.read_bytes() for file in run_of_rope.rglob("*") if file.is_file()}
+    before = content(folder), content(run_of_rope)
     assert_refused(call(script, *words, cwd=folder), *phrases)
-    after = {file for place in (folder, run_of_rope) for file in place.rglob("*") if file.is_file()}
-    assert after == before.keys()
-    assert all(file.read_bytes() == content for file, content in before.items())
+    assert (content(folder), content(run_of_rope)) == before
 
 
 def test_what_fits_is_not_refused(call, text_data, tmp_path):

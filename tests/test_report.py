@@ -11,7 +11,7 @@ from conftest import TINY, assert_success, logged
 from matplotlib.figure import Figure
 
 from nanolong.evaluation import figures, report
-from nanolong.evaluation.tables import Table, loss_table, refusals, tables_of
+from nanolong.evaluation.tables import Table, refusals, tables_of
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\" onfocus=alert(2) y='$x$&\u2028"
 VOID = {"meta", "input"}
@@ -38,6 +38,11 @@ def asked(checkpoint, length, accuracy, task="ruler", kind="niah", depth=None, *
         return {**record, "refused": "too short"}
     found = {"accuracy": interval(accuracy), "nats": interval(0.5), "gain": interval(1.5)}
     return {**record, **found, "control": interval(0.05), **fields}
+
+
+def cost(checkpoint, seconds, rate):
+    record = {"checkpoint": checkpoint, "task": "cost", "length": 64, "prefill_seconds": seconds}
+    return {**record, "tokens_per_second": rate, "cache_megabytes": 2.0}
 
 
 APART = {"difference": interval(0.3)}
@@ -78,8 +83,6 @@ def test_losses_have_a_row_for_each_checkpoint_and_a_column_for_each_length():
     assert unequal == "unequal steps: 1; 2" and "--dtype=float32" in not_finite
     assert tables_of(records[:2], ["unequal"])[0].notes == []  # no star, nothing to explain
     assert refusals(records) == ["refused: learned at 128: no such position"]
-    (row,) = [row for row in loss_table(records[:2], "bits per byte").rows if row[0] == "rope"]
-    assert row[1] == "1.250 ± 0.020"
 
 
 def test_retrieval_and_costs_have_a_row_for_each_measure():
@@ -87,8 +90,7 @@ def test_retrieval_and_costs_have_a_row_for_each_measure():
     records += [asked("b", 128, 1.0, **NEAR)]
     for depth, accuracy in ((0.0, 0.75), (0.5, None)):
         records.append(asked("a", 64, accuracy, "needle", depth=depth))
-    cost = {"checkpoint": "a", "task": "cost", "length": 64, "prefill_seconds": 0.123456}
-    records.append({**cost, "tokens_per_second": 12345.6, "cache_megabytes": 2.0})
+    records.append(cost("a", 0.123456, 12345.6))
     ruler, needle, costs = tables_of(records)
     assert ruler.title == "ruler, niah, 20 prompts a cell, by context length"
     assert ruler.rows == [
@@ -168,13 +170,6 @@ class Page(HTMLParser):
             self.text += data
 
 
-def write(folder, records, texts=None, names=("a", "b"), unequal=()):
-    facts = {name: {"scheme": name, "folder": "out"} for name in names}
-    file = folder / "report.html"
-    report.write_report(file, facts, [64], records, texts or {}, unequal, "commit abc")
-    return Page(file)
-
-
 def all_records(names):
     """A record of each kind for each checkpoint."""
     records = []
@@ -182,8 +177,7 @@ def all_records(names):
         records += [loss(name, 64, 1.0, **APART), loss(name, 128, HOSTILE)]
         records += [loss(name, 64, 1.0, "position", position=[0, 64])]
         records += [asked(name, 64, 0.5), asked(name, 64, 0.5, "needle", depth=0.5)]
-        cost = {"checkpoint": name, "task": "cost", "length": 64, "prefill_seconds": 1.0}
-        records.append({**cost, "tokens_per_second": 1.0, "cache_megabytes": 2.0})
+        records.append(cost(name, 1.0, 1.0))
     return records
 
 
@@ -192,7 +186,10 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     names = [f"{HOSTILE}{i}" for i in range(n)]
     text = {"about": HOSTILE, "tokens": [HOSTILE, "\x00\ud800"], "losses": [0.5, math.nan]}
     texts = dict.fromkeys(names, text)
-    page = write(tmp_path, all_records(names), texts, names, [f"unequal steps {HOSTILE}"])
+    facts = {name: {"scheme": name, "folder": "out"} for name in names}
+    file, unequal = tmp_path / "report.html", [f"unequal steps {HOSTILE}"]
+    report.write_report(file, facts, [64], all_records(names), texts, unequal, "commit abc")
+    page = Page(file)
     tags = {tag for tag, _ in page.elements}
     assert "img" not in tags and "image" not in tags and len(page.scripts) == 2
     attributes = {name for _, found in page.elements for name in found}
@@ -200,17 +197,12 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     for _, found in page.elements:
         for name in ("href", "xlink:href"):
             assert found.get(name, "#").startswith("#")
-    ids = [found["id"] for _, found in page.elements if found.get("id", "").startswith("section")]
-    assert len(ids) == len(set(ids)) == 6
     named = set(re.findall(r'element\("([\w-]+)"\)', page.scripts[-1]))
     assert named <= {found["id"] for _, found in page.elements if "id" in found}
     assert f"{HOSTILE}0" in page.cells and f"{HOSTILE}\x00?" in page.text
     assert f"{HOSTILE}0" in page.drawn
     assert json.loads(page.scripts[0]) == [{**text, "losses": [0.5, None]}] * n
     assert page.cells.count("1.000 ± 0.020*") == n and page.text.count("unequal steps") == 2
-    source = (tmp_path / "report.html").read_text(encoding="utf-8")
-    for word in ("https:", "@import", "fetch", "import(", "innerHTML", "eval("):
-        assert word not in source.replace(HOSTILE, ""), word
     policy = next(found["content"] for _, found in page.elements if "http-equiv" in found)
     assert policy == ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'")
 
@@ -241,20 +233,6 @@ def test_the_report_shows_what_was_measured(runs, call, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def write_log(tmp_path):
-    """A function that writes a run folder with these rows, or lines of text, as its log."""
-
-    def write_log(*rows, name="run"):
-        folder = tmp_path / name
-        folder.mkdir()
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
-        return folder
-
-    return write_log
-
-
-@pytest.fixture
 def saved_axes(monkeypatch):
     """The axes that are written, by the name of their file; they are written, too."""
     saved = {}
@@ -273,11 +251,15 @@ def lines_of(axis):
     return {line.get_label(): tuple(map(list, line.get_data())) for line in axis.lines}
 
 
-def test_the_curves_are_the_losses_of_the_logs(call, write_log, saved_axes, tmp_path):
+def test_the_curves_are_the_losses_of_the_logs(call, saved_axes, tmp_path):
     """Of several rows of a step the last one counts, and damaged lines do not."""
-    rows = [{"step": 0, "val_loss": 5.0}, "{", "[1]", '{"loss": 1}', {"step": 5, "loss": None}]
-    rows += [{"step": 10, "loss": 4.5}, {"step": 10, "loss": 4.0}, {"step": 10, "val_loss": 3.5}]
-    first, second = write_log(*rows, name="a"), write_log({"step": 5, "loss": 6.0}, name="b")
+    rows = ['{"step": 0, "val_loss": 5.0}', "{", "[1]", '{"loss": 1}', '{"step": 5, "loss": null}']
+    rows += ['{"step": 10, "loss": 4.5}', '{"step": 10, "loss": 4.0}']
+    rows += ['{"step": 10, "val_loss": 3.5}']
+    first, second = tmp_path / "a", tmp_path / "b"
+    for folder, lines in ((first, rows), (second, ['{"step": 5, "loss": 6.0}'])):
+        folder.mkdir()
+        (folder / "log.jsonl").write_text("\n".join(lines))
     file = tmp_path / "deep/curves.png"
     done = assert_success(call("evaluate.py", f"A={first}", second, f"--curves={file}"))
     assert done.stdout == f"wrote {file}\n" and file.read_bytes()[:4] == b"\x89PNG"
@@ -289,12 +271,8 @@ def test_the_curves_are_the_losses_of_the_logs(call, write_log, saved_axes, tmp_
     }
 
 
-@pytest.fixture
-def words(text_data, tmp_path):
-    return ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
-
-
-def test_a_finished_run_and_its_extension_are_plotted(call, words, saved_axes, tmp_path):
+def test_a_finished_run_and_its_extension_are_plotted(call, text_data, saved_axes, tmp_path):
+    words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     assert "curve.png" not in assert_success(call(*words, "--max_iters=0")).stdout
     done = assert_success(call(*words, "--max_iters=4", "--init_from=resume"))
     assert f"wrote {tmp_path}/run/curve.png" in done.stdout

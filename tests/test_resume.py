@@ -195,8 +195,7 @@ def test_a_run_starts_from_the_weights_of_another(call, words, text_data, tmp_pa
         assert torch.equal(p, expected)
     assert model.meta["step"] == 0 and model.meta["parent"] == str(source.folder)
     assert newest(tmp_path / "new").name == "step-000002"
-    default = call(*begin, "--max_iters=0", cwd=tmp_path)
-    assert_success(default)
+    assert_success(call(*begin, "--max_iters=0", cwd=tmp_path))
     assert list_steps(tmp_path / "out/other-rope")
 
 

@@ -27,24 +27,19 @@ RAMP_OF_THE_PAPER = [1, 1, 1, 0.6201, 0.350493, 0.265236, 0.25, 0.25, 0.25]
 NTK_4 = [1, 0.836209, 0.799638, 0.699245, 0.584715, 0.488944, 0.447112, 0.341892, 0.25]
 NTK_3 = [1, 0.867833, 0.837616, 0.753133, 0.653594, 0.56721, 0.528399, 0.427185, 0.333333]
 LLAMA3_8 = [1, 1, 1, 1, 1, 0.308676, 0.125, 0.125, 0.125]
-INTERPOLATED = [0.25] * 9
 
 
 @pytest.mark.parametrize(
     "method, options, ratios, attention_factor",
     [
-        ("pi", {}, INTERPOLATED, 1),
+        ("pi", {}, [0.25] * 9, 1),
         ("ntk", {}, NTK_4, 1),
         ("ntk-parts", {}, RAMP, 1),
         ("ntk-parts", {"ramp": "paper"}, RAMP_OF_THE_PAPER, 1),
         ("yarn", {}, RAMP, 1.138629),
         ("yarn", {"truncate": False}, UNROUNDED_RAMP, 1.138629),
         ("llama3", {"factor": 8.0}, LLAMA3_8, 1),
-        ("dynamic-pi", {"length": 4096}, INTERPOLATED, 1),
         ("dynamic-ntk", {"factor": 2.0, "length": 2048}, NTK_3, 1),
-        ("dynamic-ntk", {"factor": 1.0, "length": 4096}, NTK_4, 1),
-        ("ntk-frozen", {"factor": 9.0, "length": 2048}, NTK_3, 1),
-        ("dynamic-yarn", {"length": 4096}, RAMP, 1.138629),
     ],
     ids=str,
 )
@@ -139,12 +134,11 @@ def assert_close(found, expected, rel=5e-5):
     assert (found - expected).abs().max() < rel * expected.abs().max()
 
 
-@pytest.mark.parametrize("T", [5, 16, 17, 20, 53])
+@pytest.mark.parametrize("T", [5, 16, 17, 53])
 @pytest.mark.parametrize(
     "method, options",
     [
         ("lm-infinite", {"sinks": 0}),
-        ("lm-infinite", {"sinks": 4}),
         ("lm-infinite", {"sinks": 15}),
         ("self-extend", {"window": 5, "group": 3}),
         ("self-extend", {"window": 16, "group": 7}),
@@ -187,20 +181,6 @@ def test_a_scheme_of_ones_own_keeps_its_frequencies_at_every_length(method, make
     assert_close(parts[-1], rope(tokens)[:, -5:])
 
 
-def test_extended_learned_embeddings_come_back_from_a_checkpoint(make, tmp_path):
-    """test_reference.py has the numbers. A table that is extended again goes on from there."""
-    model = make(pos="learned")
-    model.extend("pi", 2.5)
-    model.save(tmp_path / "step-000000")
-    loaded = GPT.load(tmp_path)
-    tokens = torch.randint(0, 50, (1, 60))
-    assert torch.equal(loaded(tokens), model(tokens))
-    loaded.extend("pi", 2)
-    assert loaded.pos.table.shape == (120, 32)
-    assert loaded.pos.table.requires_grad
-    assert torch.allclose(loaded.pos.table[::2], model.pos.table, atol=1e-7)
-
-
 # -----------------------------------------------------------------------------
 # Compiled.
 
@@ -214,22 +194,15 @@ def test_extended_learned_embeddings_come_back_from_a_checkpoint(make, tmp_path)
         pytest.param("alibi", "dynamic-pi", marks=slow),
     ],
 )
-def test_compiled_graphs_keep_their_tables(pos, method, make):
+def test_compiled_graphs_keep_their_tables(pos, method, make, compiled_graphs):
     """One graph without breaks for each quarter; the model may be called in between."""
     model = build(make, {"pos": pos}, method, 8, {})
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True)
     tokens = torch.randint(0, 50, (1, 96))
     n_graphs = []
     for n in (24, 24, 60, 56, 24, 60, 90):  # 60 and 56 tokens are in the tenth quarter
         logits = compiled(tokens[:, :n])
-        n_graphs.append(len(graphs))
+        n_graphs.append(len(compiled_graphs))
         assert torch.equal(logits, model(tokens[:, :n]))
     if (pos, "length" in OPTIONS[method]) == ("rope", True):
         assert n_graphs == [1, 1, 2, 2, 2, 2, 3]

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -73,23 +72,21 @@ def test_the_newest_the_named_and_the_best_checkpoint_are_loaded(folder, make):
     assert GPT.load(folder, best=True).meta["step"] == 10
 
 
-def test_a_saved_copy_keeps_what_the_model_was_loaded_with(folder, tmp_path):
-    model = GPT.load(folder)
-    model.meta["tokenizer"] = {"files": {"tokenizer.json": b"\x00\xff"}}
-    model.save(tmp_path / "copy")
-    meta = runs.read_meta(tmp_path / "copy")
-    assert meta["step"] == 10 and meta["tokenizer"] == model.meta["tokenizer"]
-    assert runs.weights_hash(GPT.load(tmp_path / "copy")) == runs.weights_hash(model)
-
-
 def test_json_has_no_nan_and_holds_bytes_and_numbers_of_numpy():
     text = to_json([float("nan"), float("inf"), 1.5, b"\x00\xff", np.float32(0.5)])
     assert "NaN" not in text and "Infinity" not in text
     assert from_json(text) == [None, None, 1.5, b"\x00\xff", 0.5]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optim.safetensors", "meta.json"])
-@pytest.mark.parametrize("damage", ["a bit", "cut", "gone"])
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        ("model.safetensors", "a bit"),
+        ("optim.safetensors", "a bit"),
+        ("optim.safetensors", "gone"),
+        ("meta.json", "cut"),
+    ],
+)
 def test_damage_is_named_with_the_checkpoint_before_it(name, damage, call, text_data, tmp_path):
     words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     assert_success(call("train.py", *words))
@@ -110,7 +107,6 @@ def test_an_edited_meta_json_and_another_format_are_refused(folder):
     file = folder / "step-000010/meta.json"
     meta = json.loads(file.read_text())
     for change, message in (
-        ({"step": 11}, "damaged"),
         ({"config": {**meta["config"], "window": 5}}, "damaged"),
         ({"format": 2}, "has format 2, and this version reads 3"),
     ):
@@ -248,23 +244,19 @@ def test_a_run_folder_has_one_writer(folder):
     assert write_elsewhere(folder, 0).communicate()[0] == "locked\n"
 
 
-def test_signals_are_noted_once_and_handlers_restored(capfd):
-    before = signal.getsignal(signal.SIGTERM)
-    with runs.StopSignals() as stop:
-        assert not stop
-        for number in (signal.SIGTERM, signal.SIGINT):  # at once, as torchrun and a terminal do
-            signal.raise_signal(number)
-        assert stop
-    assert capfd.readouterr().err.count("stopping after this step") == 1
-    assert signal.getsignal(signal.SIGTERM) == before
+TWO_SIGNALS = """
+import os, signal, time
+from nanolong.run import StopSignals
+with StopSignals() as stop:
+    for number in (signal.SIGTERM, signal.SIGINT):  # at once, as torchrun and a terminal do
+        os.kill(os.getpid(), number)
+    assert stop
+    time.sleep(1.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
 
 
-def test_a_second_signal_in_earnest_ends_the_process():
-    code = (
-        "import os, signal, time\nfrom nanolong.run import StopSignals\n"
-        "with StopSignals():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(1.1)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(9)\n"
-    )
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
-    assert done.returncode == -signal.SIGTERM and time.monotonic() - start < 60
+def test_signals_are_noted_once_and_a_second_in_earnest_ends_the_process():
+    done = run_python(TWO_SIGNALS, timeout=60)
+    assert done.returncode == -signal.SIGTERM and done.stderr.count("stopping after") == 1

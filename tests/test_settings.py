@@ -38,15 +38,11 @@ def parse(*argv, **options):
     ("word", "name", "value"),
     [
         ("--width=1e3", "width", 1000),
-        ("--width=10_000", "width", 10000),
         ("--width=9007199254740991", "width", 2**53 - 1),
         ("--names=x,y", "names", ("x", "y")),
         ("--names=", "names", ()),
         ("--depth=auto", "depth", None),
-        ("--depth=3", "depth", 3),
-        ("--kind=square", "kind", "square"),
         ("--rate=2", "rate", 2.0),
-        ("--silent", "silent", True),
         ("--silent=no", "silent", False),
     ],
 )
@@ -68,36 +64,28 @@ def test_presets_stack_flags_win_and_defaults_come_last(tmp_path):
     (tmp_path / "a.toml").write_text("width = 7\nrate = 1\nnames = ['x']\n")
     (tmp_path / "b.toml").write_text("width = 8\n")
     files = [str(tmp_path / name) for name in ("a.toml", "b.toml")]
-    seen = []
 
     def defaults(given, paths):
-        seen.append(dict(given))
+        assert given == {"width": 8, "rate": 1.0, "names": ("x",), "kind": "square"}
         return {"rate": 9, "depth": 2, "unknown": 1}
 
     args = parse(*files, "--kind=square", defaults=defaults)
     assert args.shape == Shape(8, ("x",), 2, "square", 1.0)
+    assert args.given == {"width", "rate", "names", "kind"}
     assert parse(*reversed(files)).shape.width == 7
     assert parse("--width=9", *files).shape.width == 9
-    assert args.given == {"width", "rate", "names", "kind"}
-    assert seen == [{"width": 8, "rate": 1.0, "names": ("x",), "kind": "square"}]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--widht=1", "no setting 'widht'.*did you mean --width"),
-        ("--anything=1", "--help lists them all"),
         ("--width=2.5", "width must be a whole number"),
         ("--width=-1", "from 0 on"),
         ("--width=9007199254740992", "below 2\\^53"),
-        ("--width=1e400", "below 2\\^53"),
-        ("--rate=nan", "finite"),
-        ("--rate=x", "rate must be a number"),
         ("--silent=perhaps", "true or false"),
         ("--kind=oval", "kind is one of round, square"),
         ("--width", "--width has no value"),
-        ("word", "'word' is no setting"),
-        ("gone.toml", "no preset gone.toml: config/ has debug.toml, demo.toml"),
     ],
 )
 def test_what_is_no_setting_or_value_is_refused(words, message):
@@ -105,11 +93,11 @@ def test_what_is_no_setting_or_value_is_refused(words, message):
         parse(*words.split())
 
 
-@pytest.mark.parametrize("text", ["width = ", "width = 'x'", "colour = 1"])
-def test_a_bad_preset_is_named(text, tmp_path):
-    (tmp_path / "bad.toml").write_text(text)
-    with pytest.raises(UserError, match="bad.toml"):
-        parse(str(tmp_path / "bad.toml"))
+def test_a_bad_preset_is_named(tmp_path):
+    for text in ("width = ", "width = 'x'", "colour = 1"):
+        (tmp_path / "bad.toml").write_text(text)
+        with pytest.raises(UserError, match="bad.toml"):
+            parse(str(tmp_path / "bad.toml"))
 
 
 @pytest.mark.parametrize("preset", settings.preset_names().split(", "))
@@ -166,9 +154,7 @@ def run_main(raised, capfd):
     [
         (UserError("x is wrong: choose y"), "x is wrong: choose y"),
         (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), "a.txt cannot be used"),
-        (OSError(errno.ENOSPC, "No space left on device"), "a file cannot be used (No space"),
-        (MemoryError(), "out of memory: in training lower --batch_size"),
-        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: "),
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: in training lower --batch"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory: "),
     ],
 )

@@ -7,14 +7,13 @@ The text is part of a module of the standard library, or the file that NANOLONG_
 import _pydecimal
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, assert_success, command_of
+from conftest import DEVICE, assert_success, command_of, run_command
 from test_gguf_tokenizer import HARD_TEXT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,15 +44,7 @@ def real_run(tmp_path_factory):
 
 
 def run_script(script, *words):
-    command = command_of(script, *words)
-    return assert_success(subprocess.run(command, capture_output=True, text=True)).stdout
-
-
-def test_it_continues_a_sentence_as_text(real_run):
-    words = ["--start=The capital of France is", "--max_new_tokens=8", "--temperature=0"]
-    text = run_script("sample.py", real_run / "run", *words)
-    assert "The capital of France is Paris." in text
-    assert "Ġ" not in text and "Ċ" not in text
+    return assert_success(run_command(command_of(script, *words))).stdout
 
 
 def test_a_conversation_is_encoded_as_transformers_does(real_run):
@@ -70,7 +61,11 @@ def test_a_conversation_is_encoded_as_transformers_does(real_run):
         assert encode_chat(tokenizer, message, system) == (expected, {2})
 
 
-def test_it_answers_a_question_and_stops(real_run):
+def test_it_continues_a_sentence_as_text_and_answers_a_question(real_run):
+    words = ["--start=The capital of France is", "--max_new_tokens=8", "--temperature=0"]
+    text = run_script("sample.py", real_run / "run", *words)
+    assert "The capital of France is Paris." in text
+    assert "Ġ" not in text and "Ċ" not in text
     words = ["--chat", "--start=What is the capital of France?", "--temperature=0"]
     words += ["--max_new_tokens=30", "--dtype=float32"]  # bfloat16 says something else on some CPUs
     assert run_script("sample.py", real_run / "run", *words) == "The capital of France is Paris.\n"

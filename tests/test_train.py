@@ -84,15 +84,22 @@ def adamw_by_hand(weights, dataset, n_steps, lr, decay, clip):
     return step_losses
 
 
-def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, text_data):
+def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, tmp_path):
     """Targets of <bos> are not scored, so micro-batches count by their scored tokens."""
     model = tiny()
+    model.blocks[0].mlp.down.weight.data.normal_(0, 0.3)
+    tokens = np.random.default_rng(0).integers(0, 256, 4000)
+    tokens[:2000][np.arange(2000) % 5 > 0] = 256
+    folder = write_dataset(tmp_path / "data", tokens)
+    dataset = data.Dataset(folder)
+    counts = [(dataset.batch(i, 2, 16, 1337)[1] >= 0).sum() for i in range(6)]
+    assert max(counts) > 1.5 * min(counts)  # or this test would find nothing
     schedule = {"learning_rate": 1e-2, "warmup_iters": 0, "lr_schedule": "constant"}
     steps = {"gradient_accumulation_steps": 3, "max_iters": 2}
-    settings = cfg(**schedule, **steps, grad_clip=0.5, weight_decay=0.3)
+    settings = cfg(dataset=str(folder), **schedule, **steps, grad_clip=0.5, weight_decay=0.3)
     weights = {name: p.detach().clone().double() for name, p in model.named_parameters()}
     start = {name: w.clone() for name, w in weights.items()}
-    expected = adamw_by_hand(weights, data.Dataset(text_data), 2, 1e-2, 0.3, 0.5)
+    expected = adamw_by_hand(weights, dataset, 2, 1e-2, 0.3, 0.5)
     train.train(model, settings)
     for name, p in model.named_parameters():
         way = (weights[name] - start[name]).norm()
@@ -104,14 +111,15 @@ def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, text_data):
 def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(
     eval_length, cfg, text_data, tmp_path
 ):
+    """Five of them in batches of two."""
     model = tiny()
-    result = train.train(model, cfg(max_iters=2, eval_length=eval_length))
+    result = train.train(model, cfg(max_iters=2, eval_length=eval_length, eval_iters=5))
     split = data.Dataset(text_data).val
     length = eval_length or 16
     available = int(split.n_sequences(length).sum())
     loss_sum = n_tokens = 0
-    for i in range(4):  # eval_iters
-        x, y = (torch.from_numpy(part) for part in split.sequence(i * available // 4, length))
+    for i in range(5):
+        x, y = (torch.from_numpy(part) for part in split.sequence(i * available // 5, length))
         logits = model(x[None])[0]
         loss_sum += F.cross_entropy(logits, y, ignore_index=-1, reduction="sum").item()
         n_tokens += int((y >= 0).sum())
@@ -139,8 +147,7 @@ def test_learning_rate_schedules():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("pos", ["rope", "t5", "learned"])
+@pytest.mark.parametrize("pos, tied", [("rope", False), ("t5", True), ("learned", True)])
 def test_optimizers_hold_every_parameter_once(pos, tied, kind):
     model = tiny(pos=pos, qk_norm="head", tie_embeddings=tied)
     optimizers = make_optimizers(model, train.TrainConfig(optimizer=kind))
@@ -244,9 +251,8 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(cfg, monkeypatch):
     break_forward(monkeypatch, is_bad, lambda model, loss: loss * float("nan"))
     with pytest.raises(FloatingPointError, match="validation loss at step 2"):
         train.train(tiny(), settings)
-    assert (
-        logged(settings.out_dir)[-1]["step"] == 2 and "val_loss" not in logged(settings.out_dir)[-1]
-    )
+    last = logged(settings.out_dir)[-1]
+    assert last["step"] == 2 and "val_loss" not in last
     assert "NaN" not in (Path(settings.out_dir) / "log.jsonl").read_text()
 
 
@@ -279,17 +285,12 @@ def test_float16_skips_a_step_that_overflows(cfg, monkeypatch):
 @pytest.mark.slow
 def test_a_compiled_run_has_the_same_bits_again(run, text_data, tmp_path):
     """With two threads, which must not add to the embedding's gradient in any order."""
-    words = [
-        *TINY,
-        *("--compile=true", "--batch_size=16", "--block_size=256", "--n_embd=64"),
-        f"--dataset={text_data}",
-    ]
+    words = [*TINY, "--compile=true", "--batch_size=16", "--block_size=256", "--n_embd=64"]
     environment = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    for name in ("a", "b", "c"):
-        done = run("train.py", *words, f"--out_dir={tmp_path}/{name}", env=environment)
-        assert done.returncode == 0, done.stderr
+    for name in ("a", "b"):
+        words += [f"--dataset={text_data}", f"--out_dir={tmp_path}/{name}"]
+        assert_success(run("train.py", *words, env=environment))
     assert_same_bits(tmp_path / "a", tmp_path / "b")
-    assert_same_bits(tmp_path / "a", tmp_path / "c")
 
 
 # -----------------------------------------------------------------------------
@@ -297,17 +298,7 @@ def test_a_compiled_run_has_the_same_bits_again(run, text_data, tmp_path):
 
 
 def test_the_last_two_checkpoints_and_the_best_are_kept(cfg, monkeypatch):
-    values = iter([5.0, 3.0, 1.0, 2.0, 4.0, 2.5, 2.2])
-    monkeypatch.setattr(train, "estimate_loss", lambda *args: {"val_loss": next(values)})
-    settings = cfg(max_iters=12)
-    train.train(tiny(), settings)
-    names = [step.name for step in list_steps(settings.out_dir)]
-    assert names == ["step-000004", "step-000010", "step-000012"]
-    assert GPT.load(settings.out_dir, best=True).meta["step"] == 4
-
-
-def test_a_resumed_run_keeps_the_best_of_all_its_evaluations(cfg, monkeypatch):
-    """Also if validation has other sequences now."""
+    """The best of all evaluations of a resumed run, also if it has other sequences now."""
     values = iter([5.0, 1.0, 4.0, 4.1, 3.9, 3.0, 3.5, 3.6, 3.7])
     monkeypatch.setattr(train, "estimate_loss", lambda *args: {"val_loss": next(values)})
     settings = cfg(max_iters=6, batch_size=4, eval_iters=4)
@@ -323,27 +314,6 @@ def test_a_parameter_without_a_gradient_is_named(call, text_data, tmp_path):
     words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     refused = call(*words, "--pos=kerple", "--layer_pattern=N")
     assert_refused(refused, "pos.r1 gets no gradient", "--pos=nope")
-
-
-def test_a_step_weighs_its_micro_batches_by_their_scored_tokens(cfg, tmp_path):
-    """In one micro-batch most targets are <bos>, which is not scored: its gradient counts less."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 256, 4000)
-    tokens[:2000][rng.random(2000) < 0.8] = 256
-    folder = write_dataset(tmp_path / "data", tokens)
-    model = tiny()
-    model.blocks[0].mlp.down.weight.data.normal_(0, 0.3)
-    steps = {"gradient_accumulation_steps": 4, "max_iters": 1, "grad_clip": 0.0}
-    settings = cfg(dataset=str(folder), **steps)
-    parts = [data.Dataset(folder).batch(i, 2, 16, settings.seed)[:2] for i in range(4)]
-    counts = [int((y >= 0).sum()) for _, y in parts]
-    assert max(counts) > 1.5 * min(counts)  # or this test would find nothing
-    x, y = (torch.cat([torch.from_numpy(p) for p in c]) for c in zip(*parts, strict=True))
-    F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1).backward()
-    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
-    model.zero_grad()
-    train.train(model, settings)
-    assert logged(settings.out_dir, "norm")[0] == pytest.approx(norm, rel=1e-4)
 
 
 def test_the_losses_of_the_debug_preset_are_these(call, tmp_path):
@@ -380,35 +350,6 @@ def test_the_loss_scale_doubles_after_2000_good_steps(cfg):
         state = train.TrainState(loss_scale=4.0, good_steps=1999)
         train.update(tiny(), [], [torch.ones(1)], 1.0, 1.0, state, cfg(dtype=dtype))
         assert (state.loss_scale, state.good_steps) == (loss_scale, 2000)
-
-
-def test_a_resumed_run_has_the_loss_scale_of_its_dtype(cfg, monkeypatch):
-    saved = {"step": 3, "tokens": 96, "loss_scale": 4.0, "good_steps": 7}
-    meta = {**saved, "train": {"dtype": "float16"}}
-    monkeypatch.setattr(train.run, "read_meta", lambda folder: meta)
-    resumed = {"init_from": "resume", "out_dir": "run"}
-    same = train.restore_state(SimpleNamespace(folder="run"), cfg(dtype="float16", **resumed))
-    assert same == train.TrainState(**saved)
-    other = train.restore_state(SimpleNamespace(folder="run"), cfg(dtype="float32", **resumed))
-    assert other == train.TrainState(step=3, tokens=96)
-
-
-def test_bits_per_byte_counts_the_bytes_of_characters(cfg, character_data):
-    """One, two and three bytes in turn: two on average of 15 targets."""
-    meta = json.loads((character_data / "meta.json").read_text())
-    meta["tokenizer"] = data.CharTokenizer("aé€").to_json()
-    (character_data / "meta.json").write_text(json.dumps(meta))
-    settings = cfg(eval_length=15)
-    found = train.estimate_loss(tiny(vocab_size=3), data.Dataset(character_data), settings)
-    assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / 0.693147 / 2, rel=1e-5)
-
-
-def test_the_last_batch_of_an_evaluation_may_be_smaller(cfg, text_data):
-    """Five sequences in batches of two have the loss of five in batches of five."""
-    model, dataset = tiny(), data.Dataset(text_data)
-    two, five = (cfg(eval_iters=5, batch_size=n) for n in (2, 5))
-    losses = [train.estimate_loss(model, dataset, each)["val_loss"] for each in (two, five)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_bos_documents_and_tasks_are_those_of_the_settings(cfg, text_data):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import rotate_by_complex_numbers
 
 from model import POSITIONS
 from nanolong.entry import load_entries
@@ -16,13 +17,10 @@ def schemes(entries_do_not_stay):
 
 
 def rotate(x, fraction):
-    """Multiply the pairs (c, c + R/2) of x (..., T, D) by e^(i t 10000^(-2c/R))."""
+    """RoPE of a fraction of the channels of x (B, H, T, D), with angles t 10000^(-2c/R)."""
     half = int(x.shape[-1] * fraction) // 2
     frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / max(half, 1))
-    angle = torch.arange(x.shape[-2])[:, None] * frequencies
-    pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
-    pairs = pairs * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), -1)
+    return rotate_by_complex_numbers(x, torch.arange(x.shape[-2])[:, None] * frequencies, 1.0)
 
 
 @pytest.mark.parametrize("name", ["linear_attention", "linear_attention_both"])

@@ -75,8 +75,10 @@ def test_a_second_seed_runs_only_what_is_new_and_arms_share_commands(run_mine, m
     assert run_mine(text.replace("--max_tokens=512", "--max_tokens=256")).returncode == 0
     assert [script for script, _ in calls] == ["evaluate", "evaluate"]
     calls.clear()
-    assert run_mine(text, "--seeds=1,2", "--arms=rope").returncode == 0
-    assert [script for script, _ in calls] == ["train", "evaluate"]
+    # --entry adds to the arms that --arms chooses
+    entry = f"--entry={ROOT}/examples/schemes/ssmax.py"
+    assert run_mine(text, "--seeds=1,2", "--arms=rope", entry).returncode == 0
+    assert [script for script, _ in calls] == ["train", "evaluate"] * 3
 
 
 def test_other_data_is_another_run(run_mine, tmp_path, text_data):
@@ -171,14 +173,14 @@ def test_the_interval_is_students_t():
         ([0.9, 1.0, 1.1], "<", 0.0, "FAIL (contradicted)"),
         ([0.9, 1.0, 1.1], "<", 0.5, "FAIL (contradicted)"),
         ([-0.9, -1.0, -1.1], ">", 0.5, "FAIL (contradicted)"),
-        ([1.0], ">", 0.5, "FAIL (a single seed has no interval)"),
+        ([1.0], ">", 0.5, "not judged (a single seed has no interval)"),
     ],
 )
 def test_a_claim_passes_with_its_whole_interval(values, sign, bound, verdict):
     assert board.find_verdict(values, sign, bound) == verdict
 
 
-def test_differences_are_paired_by_seed_and_a_number_may_be_a_side():
+def test_sums_are_paired_by_seed_and_numbers_go_into_the_bound():
     values = {1: 1.0, 2: 2.0, 3: 3.0}
     rows = [["rope", seed, "chunked", 64, value] for seed, value in values.items()]
     rows += [["alibi", seed, "chunked", 256, value + 0.5] for seed, value in values.items()]
@@ -187,6 +189,11 @@ def test_differences_are_paired_by_seed_and_a_number_may_be_a_side():
     judged = board.judge("chunked: alibi@4L > rope@L + ln 1.5", measured)
     assert judged.endswith(": +0.500 ± 0.000, > 0.4055: pass")
     assert board.judge("chunked: rope@64 > -0.5", measured).endswith("-0.5: pass")
+    # 0.5 - 0.3 on the left, ln 3 on the right
+    judged = board.judge("chunked: alibi@4L - rope@L - 0.3 < nope@L - nope@L + ln 3", measured)
+    assert judged is None  # one of them is not finite
+    judged = board.judge("chunked: alibi@4L - rope@L - 0.3 < rope@L - alibi@4L + ln 3", measured)
+    assert judged.endswith(": +1.000 ± 0.000, < 1.399: pass")
     assert board.judge("chunked: nope@L < rope@L", measured) is None
     assert measured.cell("nope", "chunked", "L") == "not finite"
 

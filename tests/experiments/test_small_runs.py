@@ -10,7 +10,6 @@ from conftest import ROOT, assert_refused, assert_success
 
 import data
 from data import texts
-from experiments import run
 from model import GPT
 
 pytestmark = pytest.mark.slow
@@ -40,28 +39,3 @@ def test_a_checkpoint_is_extended_and_scored(call, save_run, text_data, tmp_path
     assert board.of("ntk", "loss", 4096) != board.of("ntk-tuned", "loss", 4096)
     modules = data.Dataset(str(folder / "data-public-try-text" / "modules"))
     assert modules.train.tokens[0].size < files["model.py"].stat().st_size  # it is not there
-
-
-def test_all_models_are_extended_and_differ_where_they_should(call, text_data, tmp_path):
-    names = "FFFF FFFF-logn WWWF-full WWWF-all WWWN-none WWWN-all WWWN-logn-none".split()
-    words = ["layers", "--budget=try", "--seeds=1", "--device=cpu", f"--dataset={text_data}"]
-    arms = ",".join(f"{name}/zero-shot" for name in names)
-    done = call("experiments/run.py", *words, f"--arms={arms}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    saved = json.loads((tmp_path / "out/experiments/layers.json").read_text())
-    loss = {(row[0].split("/")[0], row[3]): row[4] for row in saved["rows"] if "last" in row[2]}
-    # logn changes no weights, and nothing within the training length
-    assert loss["FFFF-logn", 48] == loss["FFFF", 48]
-    assert loss["FFFF-logn", 384] != loss["FFFF", 384]
-    assert loss["WWWN-logn-none", 48] == loss["WWWN-none", 48] != loss["WWWN-all", 48]
-    assert loss["WWWF-full", 48] != loss["WWWF-all", 48]
-
-
-def test_dynamic_methods_and_windows_change_longer_text_alone(text_data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ["reproduce", "--budget=try", f"--dataset={text_data}", "--seeds=1", "--device=cpu"]
-    assert run.main([*words, "--arms=none+0,dynamic-yarn+0,window+0,yarn-pose+4"]) == 0
-    rows = json.loads((run.CACHE / "reproduce.json").read_text())["rows"]
-    losses = {(arm, length): value for arm, _, measure, length, value in rows}
-    for arm in ("dynamic-yarn+0", "window+0"):
-        assert losses[arm, 32] == losses["none+0", 32] and losses[arm, 64] != losses["none+0", 64]

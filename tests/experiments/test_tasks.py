@@ -92,10 +92,3 @@ def test_one_wrong_token_is_no_exact_match(task, monkeypatch):
     wrong += [fmean(wrong[:trained]), fmean(wrong[trained:])]
     assert list(tasks.measure(arm).values()) == pytest.approx(wrong)
     assert made == [per_unit * n + more + 2 for n in (trained, tested)]  # learned: the latter
-
-
-def test_the_learning_rate_rises_and_falls(monkeypatch):
-    rates, x = [], torch.ones(1)
-    monkeypatch.setattr(tasks, "update_weights", lambda model, optimizers, rate: rates.append(rate))
-    tasks.train_on_samples(torch.nn.Bilinear(1, 1, 1), lambda step: (x, x), 10, 3.0, 4, x.device)
-    assert rates == pytest.approx([0.75, 1.5, 2.25, 3, 3, 3, 3, 3, 3, 1.5])

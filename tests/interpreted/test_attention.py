@@ -9,7 +9,6 @@ On a GPU, compiled: NANOLONG_GPU=1 python -m pytest -q tests/interpreted -n 8 --
 import itertools
 import math
 import random
-import warnings
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from kernel_cases import (
 
 import kernels
 from kernels import decode, flash, reference
-from nanolong.inference import KVCache
+from model import POSITIONS
 
 slow = pytest.mark.slow
 FACTORS = {
@@ -58,39 +57,21 @@ SMALL_CASES = [
     small_case(bias="slopes", mask="causal", T=3, cached=40, B=2, dtype="float16"),
     small_case(bias="table", mask="docs", heads=(2, 2)),
     small_case(bias="table", mask="causal", T=66, heads=(1, 1)),
-    small_case(bias="table", mask="all keys", T=50, dtype="bfloat16"),
     small_case(bias="table", mask="sinks", T=3, cached=70, B=2),
+    # every distance is clipped, also in tiles at the main diagonal, which a cache has shifted
+    small_case(bias="table", mask="causal", T=70, cached=37, m="1"),
     small_case(bias="shaw", mask="causal", T=66, heads=(1, 1)),
     small_case(bias="shaw", mask="window", T=3, cached=40, dtype="float16", B=2),
     small_case(bias="xl", mask="causal", T=66, heads=(1, 1)),
     small_case(bias="xl", mask="positions", T=3, cached=40, B=2),
     small_case(bias="gates", mask="causal", T=66, heads=(4, 2), D=24, B=2),
     small_case(bias="gates", mask="sinks", T=66, gradient="sliced"),
-    small_case(bias="gates", mask="docs", T=66, dtype="float16"),
     small_case(bias="gates", mask="window", T=3, cached=70, heads=(4, 2), dtype="bfloat16", B=2),
-]
-# Every distance is clipped, also in tiles at the main diagonal, which a cache has shifted.
-ONE_ENTRY_CASES = [
-    small_case(T=70, cached=cached, m="1", bias=bias, mask=mask)
-    for cached in (37, 1)
-    for mask in ("causal", "all keys", "docs")
-    for bias in ("table", "shaw", "xl")
 ]
 
 
 def small_inputs(H=2, T=100, D=16, dtype=torch.float32):
     return [torch.randn(2, H, T, D).to(dtype).requires_grad_() for _ in range(3)]
-
-
-def leaf_in(dtype, x):
-    """A copy of a leaf in another dtype; gates stay in float64."""
-    dtype = x.dtype if x.dtype == torch.float64 else dtype
-    return x.detach().to(dtype).requires_grad_()
-
-
-def gradients(loss, leaves, bias=None):
-    """Gradients of a sum of squares. Transformer-XL's u may have none."""
-    return torch.autograd.grad(loss.square().sum(), leaves, allow_unused=bias == "xl")
 
 
 # -----------------------------------------------------------------------------
@@ -111,7 +92,11 @@ def check_case(case):
     def compute(attention, dtype):
         copies = leaves
         if attention is reference.attention:
-            copies = [leaf_in(dtype, x) for x in leaves]
+            # gates stay in float64
+            dtypes = [x.dtype if x.dtype == torch.float64 else dtype for x in leaves]
+            copies = [
+                x.detach().to(t).requires_grad_() for x, t in zip(leaves, dtypes, strict=True)
+            ]
         arguments, bias = build(*copies)
         outputs = attention(*arguments, **bias, **options, return_lse=True)
         out_grads = (dy.to(dtype), dlse.to(outputs[1].dtype))
@@ -154,19 +139,14 @@ def test_small_cases_against_float64(case, rng, monkeypatch):
     check_case(case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    in_levels(ONE_ENTRY_CASES, n_fast=1, n_slow=2)
-    + in_levels(pairwise_cases(FACTORS), 0, N_PAIRWISE),
-    ids=case_name,
-)
+@pytest.mark.parametrize("case", in_levels(pairwise_cases(FACTORS), 0, N_PAIRWISE), ids=case_name)
 def test_more_cases_against_float64(case, rng):
     random.seed(int(rng.integers(1 << 30)))
     check_case(case)
 
 
 TILES = [("table", 16, 64), ("shaw", 64, 64), ("none", 64, 16), ("slopes", 16, 64)]
-TILES += [("table", 64, 16), ("table", 128, 32), ("table", 32, 128), ("xl", 16, 16)]
+TILES += [("table", 128, 32), ("xl", 16, 16)]
 
 
 @pytest.mark.parametrize("bias,BM,BN", in_levels(TILES, n_fast=0, n_slow=2))
@@ -183,47 +163,16 @@ def test_tiles_of_any_size(bias, BM, BN, rng, monkeypatch):
         check_case(small_case(T=100, cached=37, m=m, bias=bias, mask=mask))
 
 
-@pytest.mark.parametrize("vectors", [False, pytest.param(True, marks=slow)])
-def test_delta_is_corrected(vectors, rng):
-    """The gradient of the last entries of a table of zeros, or of vectors, at half precision.
+def test_delta_is_corrected(rng):
+    """In gates, whose gradient adds up all that later queries have of keys before them.
 
     From an output rounded to 16 bits, delta would have an error that thousands of terms add up. The
     gradient has less than a third of what would come of it.
     """
-    T, D = (500 if vectors else 200), 16
-    q, k, v = (torch.randn(2, 1, T, D).half().requires_grad_() for _ in range(3))
-    v = v + 4  # an output far from zero is rounded coarsely
-    dy = torch.randn(2, 1, T, D).half()
-    bias = (torch.zeros(1, 8, D) if vectors else torch.zeros(1, 8)).requires_grad_()
-
-    def as_arguments(x):
-        return {"relative": (x, None, None)} if vectors else {"bias": x}
-
-    (grad,) = torch.autograd.grad(flash.attention(q, k, v, **as_arguments(bias)), bias, dy)
-    wide_q, wide_k, wide_v = (x.detach().double() for x in (q, k, v))
-    wide = as_arguments(bias.double())
-    y, lse = reference.attention(wide_q, wide_k, wide_v, **wide, return_lse=True)
-    (expected,) = torch.autograd.grad(y, bias, dy.double())
-
-    # what rounding the output does to delta, and from there to the gradient
-    y, lse = y.detach(), lse.detach()
-    delta_error = ((y.half().double() - y) * dy.double()).sum(-1)
-    scores = wide_q @ wide_k.mT / D**0.5
-    clipped = torch.ones(T, T).tril(-7).double()
-    clipped_mass = ((scores.tril() - lse[..., None]).exp() * clipped).sum(-1)
-    uncorrected = delta_error * clipped_mass
-    if vectors:
-        uncorrected = uncorrected[..., None] * wide_q / D**0.5
-    uncorrected = uncorrected.sum((0, 2))
-    assert (grad[:, -1] - expected[:, -1]).norm() <= 0.3 * uncorrected.norm()
-
-
-def test_delta_is_corrected_for_gates(rng):
-    """As above. A gate's gradient adds up all that later queries have of keys before it."""
     T, D = 200, 16
-    q, k, v, dy = (torch.randn(2, 2, T, D).half() for _ in range(4))
-    v = v + 4
-    steps = F.logsigmoid(torch.randn(2, 2, T, dtype=torch.float64) + 4).requires_grad_()
+    q, k, v, dy = (torch.randn(2, 1, T, D).half() for _ in range(4))
+    v = v + 4  # an output far from zero is rounded coarsely
+    steps = F.logsigmoid(torch.randn(2, 1, T, dtype=torch.float64) + 4).requires_grad_()
     y = flash.attention(q, k, v, gates=steps.cumsum(2))
     (grad,) = torch.autograd.grad(y, steps, dy)
     q, k, v, dy = (x.double() for x in (q, k, v, dy))
@@ -344,16 +293,14 @@ def test_visited_tiles_are_those_that_are_visible(mask, causal, BM, BN, rng, mon
 
 
 # length of the longest document, and the other options
-LAST_ENTRY_CASES = [(39, {}), (40, {}), (0, {"window": 39}), (0, {"window": 39, "sinks": 1})]
-LAST_ENTRY_CASES += [(39, {"causal": False}), (50, {"window": 40}), (50, {"window": 39})]
-LAST_ENTRY_CASES += [(50, {"window": 15, "positions": torch.arange(90) // 2}), (0, {"window": 40})]
-LAST_ENTRIES = list(itertools.product(("table", "shaw", "xl"), range(9)))
+LAST_ENTRY_CASES = [(39, {}), (0, {"window": 39, "sinks": 1}), (40, {}), (0, {"window": 40})]
+LAST_ENTRY_CASES += [(39, {"causal": False}), (50, {"window": 39})]
+LAST_ENTRIES = [(bias, *case) for bias in ("table", "shaw", "xl") for case in LAST_ENTRY_CASES]
 
 
-@pytest.mark.parametrize("bias,case", in_levels(LAST_ENTRIES, n_fast=4, n_slow=23))
-def test_an_optimizer_leaves_entries_that_no_pair_reaches(bias, case, rng):
+@pytest.mark.parametrize("bias,length,options", in_levels(LAST_ENTRIES, n_fast=2, n_slow=16))
+def test_an_optimizer_leaves_entries_that_no_pair_reaches(bias, length, options, rng):
     """A table of 40 distances. AdamW makes a step of a rounding error as of any gradient."""
-    length, options = LAST_ENTRY_CASES[case]
     docs = torch.arange(90).expand(2, 90) // 25
     docs = torch.stack((docs[0], docs[1] + 100))
     docs[1, 20 : 20 + length] = 9
@@ -368,7 +315,7 @@ def test_an_optimizer_leaves_entries_that_no_pair_reaches(bias, case, rng):
     distance = (torch.arange(90)[:, None] - torch.arange(90)).abs().clamp(max=39)
     reached = torch.zeros(40, dtype=torch.bool)
     reached[distance[visible_pairs(90, 90, **options).any(0)]] = True
-    assert reached[:-1].all() or case == 7
+    assert reached[:-1].all()
     for x, old in zip(tables, before, strict=True):
         moved = (x.detach() != old).reshape(len(x), 40, -1)
         assert (moved.all(-1) == reached).all() and (moved.any(-1) == reached).all()
@@ -379,13 +326,15 @@ def test_an_optimizer_leaves_entries_that_no_pair_reaches(bias, case, rng):
 )
 def test_the_same_call_gives_the_same_bits(bias, rng):
     """And what comes later in the text changes nothing."""
-    case = small_case(T=130, cached=0, heads=(4, 2), bias=bias, mask="docs")
+    case = small_case(T=130, cached=0, bias=bias, mask="docs")
     leaves, build, options = random_inputs(**case)
     (q, k, v), terms = build(*leaves)
     results = []
     for _ in range(2):
         y = flash.attention(q, k, v, **terms, **options)
-        results.append([y, *gradients(y, leaves, bias)])
+        # Transformer-XL's u may have none
+        grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=bias == "xl")
+        results.append([y, *(x for x in grads if x is not None)])
     assert all(map(torch.equal, *results))
     with torch.no_grad():
         k[:, :, 90:] = math.nan
@@ -396,15 +345,6 @@ def test_the_same_call_gives_the_same_bits(bias, rng):
 
 # -----------------------------------------------------------------------------
 # Memory
-
-
-@pytest.mark.parametrize("D,pad", [(64, 0), (64, 1), (40, 0), (65, 0)])
-def test_rows_reach_the_kernels_at_multiples_of_16_elements(D, pad):
-    x = torch.randn(2, 3, 5, D + pad)[..., :D]
-    y = flash.kernel_layout(x)
-    assert torch.equal(x, y)
-    assert all(stride % 16 == 0 for stride in y.stride()[:3]) and y.stride(3) == 1
-    assert (y is x) == (D == 64 and pad == 0)  # no copy where none is needed
 
 
 def test_keys_far_apart_in_memory(rng):
@@ -427,109 +367,38 @@ def test_keys_far_apart_in_memory(rng):
 
 
 # -----------------------------------------------------------------------------
-# torch.library, torch.compile and errors
-
-
-@slow
-def test_operators_pass_opcheck(rng):
-    q, k, v = (torch.randn(2, 40, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
-    table, keys = torch.randn(4, 7, requires_grad=True), torch.randn(1, 5, 16, requires_grad=True)
-    gates = torch.randn(2, 4, 40, dtype=torch.float64, requires_grad=True)
-    docs = torch.zeros(2, 40, dtype=torch.int32)
-    where = (docs, None, 9, 1, 40, 40, 7, True, 32, 32)
-    segments = [flash.visited(*where, of_keys, docs.device) for of_keys in (0, 0, 1, 0)]
-    few = q.detach()[:, :, :2]
-    k_few, v_few, table_few = k.detach(), v.detach(), table.detach()
-    length = torch.tensor([30])
-    mask = (docs, None, segments)
-    for operator, arguments in (
-        (flash._visited, (*where, True)),
-        (flash._attention, (q, None, k, v, None, None, gates, None, None, [], 0, 0, True, 0.25)),
-        (flash._attention, (q, None, k, v, table, None, None, *mask, 9, 1, True, 0.25)),
-        (flash._attention, (q, q, k, v, keys, keys, None, None, None, [], 0, 0, False, 0.25)),
-        (
-            decode._decode,
-            (few, None, k_few, v_few, table_few, *[None] * 4, 0, 0, True, 0.25, length),
-        ),
-    ):
-        results = torch.library.opcheck(operator, arguments)
-        assert set(results.values()) == {"SUCCESS"}
-
-
-@slow
-@pytest.mark.parametrize("with_docs", [False, True])
-def test_attention_compiles_to_one_graph(with_docs, rng):
-    """With the dispatch in it, at a length that varies."""
-    q, k, v = (torch.randn(2, 40, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
-    table = torch.randn(4, 7, requires_grad=True)
-    docs = torch.arange(40).expand(2, 40) // 11 if with_docs else None
-
-    def attend(q, k, v, table, docs):
-        return kernels.attention(q, k, v, bias=table, docs=docs, plan={})
-
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
-    for T in (40, 33):
-        parts = [x[:, :, :T] for x in (q, k, v)]
-        docs_T = docs if docs is None else docs[:, :T]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            # torch.compile looks at that of our slices
-            warnings.filterwarnings("ignore", "The .grad attribute")
-            # of the interpreter: what is computed for queries past the last one is not stored
-            warnings.filterwarnings("ignore", category=RuntimeWarning)
-            grads = gradients(compiled(*parts, table, docs_T), (q, k, v, table))
-        expected = gradients(flash.attention(*parts, bias=table, docs=docs_T), (q, k, v, table))
-        for a, b in zip(grads, expected, strict=True):
-            assert torch.equal(a, b)
+# Errors
 
 
 @pytest.mark.parametrize("attention", [flash.attention, decode.attention], ids=["flash", "decode"])
 def test_unsupported_arguments_are_rejected(attention):
     q, k, v = (x.detach() for x in small_inputs())
-    wide = [x.repeat(1, 1, 1, 20) for x in (q, k, v)]
     two_biases = {"bias": torch.ones(2), "relative": (torch.ones(1, 3, 16), None, None)}
     gates = torch.zeros(2, 2, 100, dtype=torch.float64)
     for words, arguments, options in (
         ("float64", (q.double(), k.double(), v.double()), {}),
-        ("the same for all", (q, k.half(), v), {}),
         ("do not fit", (q, k[:, :, :50], v[:, :, :50]), {}),
-        ("do not fit", (q[:, :1], k, v), {}),
-        ("do not fit", wide, {}),
         ("use one of them", (q, k, v), two_biases),
         ("use one of them", (q, k, v), {"bias": torch.ones(2), "gates": gates}),
         ("float64", (q, k, v), {"gates": gates.float()}),
-        ("gates are", (q, k, v), {"gates": gates[:, :1]}),
         ("use one above 0", (q, k, v), {"scale": -1.0}),
-        ("use slopes", (q, k, v), {"bias": torch.ones(3)}),
         ("docs", (q, k, v), {"docs": torch.ones(2, 5).int()}),
         ("positions", (q, k, v), {"positions": torch.ones(100), "window": 3}),
         ("relative keys", (q, k, v), {"relative": (torch.ones(3, 3, 16), None, None)}),
     ):
         with pytest.raises(ValueError, match=words):
             attention(*arguments, **options)
-
-
-def test_decoding_with_a_gradient_is_rejected():
-    q, k, v = small_inputs()
-    with pytest.raises(ValueError, match="requires a gradient"):
-        decode.attention(q, k, v)
-
-
-def test_empty_batch():
-    q, k, v = small_inputs()
-    assert flash.attention(q[:0], k[:0], v[:0]).shape == (0, 2, 100, 16)
+    if attention is decode.attention:
+        with pytest.raises(ValueError, match="requires a gradient"):
+            attention(*small_inputs())
 
 
 # -----------------------------------------------------------------------------
 # The model
 
-SCHEMES = (
-    *("nope", "alibi", "t5", "kerple", "kerple-power", "sandwich"),
-    *("shaw", "nezha", "xl", "learned", "sinusoidal", "fox"),
-)
+SCHEMES = [pos for pos in POSITIONS if "rope" not in pos]
 WINDOW = {"window": 6, "sinks": 2, "n_kv_head": 2}
 MODELS = [
-    ("rope", {}),
     ("rope", {"n_kv_head": 2, "rope_fraction": 0.5}),
     ("rope", WINDOW),
     *((pos, {}) for pos in SCHEMES),
@@ -584,21 +453,20 @@ def masks(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("pos,settings", [("rope", {}), ("t5", WINDOW)])
+@pytest.mark.parametrize("pos,settings,checkpointing", [("rope", {}, False), ("t5", WINDOW, True)])
 def test_a_mask_is_worked_out_once_for_all_layers(
-    compiled, checkpointing, pos, settings, make, masks, rng, monkeypatch
+    compiled, pos, settings, checkpointing, make, masks, rng, monkeypatch
 ):
     """Once for the tiles of 32 x 32 and once for those of the kernel of dK and dV.
 
     A compiled model of checkpointed blocks does it again in the backward pass.
     """
-    model = make(pos=pos, n_layer=4, head_dim=16, **settings)
+    model = make(pos=pos, head_dim=16, **settings)
     model.activation_checkpointing = checkpointing
     # the partitioner of inductor, which merges equal calls
     backend = "aot_eager_decomp_partition"
-    run = torch.compile(model, backend=backend) if compiled else model
+    run = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
     tokens = torch.randint(0, 50, (2, 24))
     docs = torch.arange(24).expand(2, 24) // 9
     loss = run(tokens, tokens, docs=docs)
@@ -614,24 +482,10 @@ def test_a_mask_is_worked_out_once_for_all_layers(
         assert x.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_prefill_in_parts_uses_the_mask_of_each_part(make, masks, rng):
-    model = make(pos="t5", head_dim=16, n_layer=3, **WINDOW)
-    tokens = torch.randint(0, 50, (2, 24))
-    docs = torch.arange(24).expand(2, 24) // 9
-    cache = KVCache()
-    parts = []
-    with torch.no_grad():
-        whole = model(tokens, docs=docs)
-        masks.clear()
-        for part in (slice(0, 12), slice(12, 24)):
-            parts.append(model(tokens[:, part], docs=docs[:, part], cache=cache))
-    assert len(masks) == 2
-    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-4)
-
-
 def test_a_plan_holds_for_the_same_mask_only(rng):
-    q, k, v = small_inputs()
-    docs, others = torch.arange(100).expand(2, 100) // 30, torch.arange(100).expand(2, 100) // 7
+    q, k, v = small_inputs(H=1, T=66)
+    index = torch.arange(66)
+    docs, others = index.expand(2, 66) // 30, index.expand(2, 66) // 7
     plan = {}
     for of_docs, options in (
         (docs, {}),
@@ -639,11 +493,11 @@ def test_a_plan_holds_for_the_same_mask_only(rng):
         (docs, {"window": 5}),
         (docs, {"window": 5, "sinks": 40}),
         (docs, {"causal": False}),
-        (docs, {"bias": torch.randn(2, 20)}),
-        (docs, {"window": 5, "positions": torch.arange(100) // 3}),
+        (docs, {"bias": torch.randn(1, 20)}),
+        (docs, {"window": 5, "positions": index // 3}),
     ):
         y = flash.attention(q, k, v, **options, docs=of_docs, plan=plan)
         assert torch.equal(y, flash.attention(q, k, v, **options, docs=of_docs))
-    few = q[:, :, 60:]
+    few = q[:, :, 40:]
     y = flash.attention(few, k, v, docs=docs, plan=plan)
     assert torch.equal(y, flash.attention(few, k, v, docs=docs))

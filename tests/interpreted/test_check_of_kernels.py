@@ -9,7 +9,7 @@ import torch
 from kernel_cases import in_levels
 
 import kernels
-from kernels import check, decode
+from kernels import check
 from model import GPT, GPTConfig
 
 DEVICE = torch.empty(0).device  # of this run
@@ -29,7 +29,7 @@ def leave_triton_on():
     kernels.use_triton(True)
 
 
-@pytest.mark.parametrize("pos, settings, dtype", in_levels(CASES, n_fast=1, n_slow=1), ids=str)
+@pytest.mark.parametrize("pos, settings, dtype", in_levels(CASES, n_fast=0, n_slow=2), ids=str)
 def test_kernels_pass_by_a_margin(pos, settings, dtype):
     """Most differ by half of what is allowed; in bfloat16 with a window, FoX's gate biases by 0.51,
     Shaw's vectors by 0.57 and Transformer-XL's offsets, a gradient of few numbers, by 0.86.
@@ -38,15 +38,3 @@ def test_kernels_pass_by_a_margin(pos, settings, dtype):
     part = 0.9 if pos in ("xl", "shaw", "fox") else 0.5
     for name, difference, allowed in check.compare(model, DEVICE, dtype, bool(settings), False):
         assert difference <= part * allowed, (name, difference, allowed)
-
-
-@pytest.mark.slow
-def test_a_broken_launch_of_the_decoding_kernel_is_found(monkeypatch):
-    right = decode.attention
-
-    def wrong(*arguments, scale, **options):
-        return right(*arguments, scale=1.05 * scale, **options)
-
-    monkeypatch.setattr(decode, "attention", wrong)
-    fault = check.find_fault(make_model("t5", {}), DEVICE, torch.bfloat16, False, False)
-    assert fault.startswith("a decoding step differs by ") and kernels.triton_runs(DEVICE)

@@ -4,15 +4,15 @@ tests/test_kernels.py runs this file in a process with TRITON_INTERPRET=1.
 """
 
 import itertools
+import random
 import warnings
 
 import pytest
 import torch
-from kernel_cases import error, random_layout, rotate_by_complex_numbers
+from kernel_cases import LAYOUTS, error, random_layout, rotate_by_complex_numbers
 
 import kernels
 from kernels import eager
-from kernels.rotary import _rope
 from kernels.rotary import rope as rotary
 
 # B, H, Hk, T, D, R
@@ -48,7 +48,10 @@ def test_rope_against_float64(shape, dtype, per_sequence, rng):
     """Outputs and gradients have at most twice the error of eager.py at that dtype."""
     q, k, angle = rotary_inputs(*shape, per_sequence, dtype)
     cos, sin = (angle.cos() * 1.2).float(), (angle.sin() * 1.2).float()  # an attention factor
-    out_grads = [torch.randn_like(x) for x in (q, k)]
+    # with the strides that autograd may hand over
+    random.seed(int(rng.integers(1 << 30)))
+    layout = random.choice((*LAYOUTS, "constant"))
+    out_grads = [random_layout(layout, *x.shape, dtype) for x in (q, k)]
 
     def outputs_and_gradients(rope):
         outputs = rope(q, k, cos, sin)
@@ -65,34 +68,10 @@ def test_rope_against_float64(shape, dtype, per_sequence, rng):
         assert error(x, right) <= min(2 * error(by_pytorch, right) + 1e-7, LIMITS[dtype])
 
 
-def expanded(q, k):
-    return q.sum() + k.sum()
-
-
-def concatenated(q, k):
-    return torch.cat((q, k), 1).square().sum()
-
-
-def transposed_and_sliced(q, k):
-    return (q.mT @ torch.arange(19.0)).sum() + k[:, :, 3:7, ::2].sum()
-
-
-@pytest.mark.parametrize("loss", [expanded, concatenated, transposed_and_sliced])
-def test_gradients_of_any_strides(loss, rng):
-    q, k, angle = rotary_inputs(2, 4, 2, 19, 16, 16, False)
-    cos, sin = angle.cos().float(), angle.sin().float()
-    grads = torch.autograd.grad(loss(*rotary(q, k, cos, sin)), (q, k))
-    expected = torch.autograd.grad(loss(*eager.rope(q, k, cos, sin)), (q, k))
-    for a, b in zip(grads, expected, strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
-
-
-def test_operator_passes_opcheck_and_compiles_to_one_graph(rng):
+def test_it_compiles_to_one_graph(rng):
     """With the dispatch in the graph."""
     q, k, angle = rotary_inputs(2, 4, 2, 9, 16, 12, True)
     cos, sin = angle.cos().float(), angle.sin().float()
-    results = torch.library.opcheck(_rope, (q, k, cos, sin, False))
-    assert set(results.values()) == {"SUCCESS"}
 
     def rotate(q, k):
         return kernels.rope(q, k, cos, sin)
@@ -110,11 +89,9 @@ def test_unsupported_arguments_are_rejected():
     cos, sin = angle.cos().float(), angle.sin().float()
     for words, arguments in (
         ("float64", (q.double(), k.double(), cos, sin)),
-        ("the same for both", (q, k.half(), cos, sin)),
         ("float32 tables", (q, k, cos.half(), sin)),
         ("without gradient", (q, k, cos.clone().requires_grad_(), sin)),
         ("do not fit", (q, k, cos[:5], sin[:5])),
-        ("do not fit", (q, k[:1], cos, sin)),
         ("do not fit", (q[..., :8], k[..., :8], cos, sin)),
     ):
         with pytest.raises(ValueError, match=words):
