@@ -246,7 +246,8 @@ def format_report(experiment, board):
         lines += ["", *experiment.notes(board)]
     claims = claim_lines(experiment.claims, board)
     if claims:
-        lines += ["", "## Claims", "", RULE, "", *claims]
+        blank = [""] * bool(claims[0])  # before a heading there is one already
+        lines += ["", "## Claims", "", RULE, *blank, *claims]
     return lines
 
 
