@@ -113,6 +113,7 @@ last-quarter: t5@8L < t5@L + ln 1.1
 last-quarter: t5@32L < t5@L + ln 1.1
 # Forget gates (Lin et al. 2025)
 chunked: fox@L < rope@L
+chunked: fox-rope@L < rope@L
 chunked: fox-rope@L < fox@L + 0.02
 chunked: fox@L < fox-rope@L + 0.02
 last-quarter: fox@4L < rope@4L

@@ -81,6 +81,8 @@ needle: fox-rope@4L > none@4L
 needle: fox-open@L > fox@L
 needle: fox-open@4L > 0.8
 needle: repo@4L > none@4L
+needle: selective-rope@4L > none@4L
+needle: selective-rope@4L > 0.8
 # Exact and approximate attention (Lu et al. 2024)
 needle 1: window@4L > 0.5
 needle 0: window@4L < 0.1
