@@ -122,13 +122,9 @@ def format_table(rows):
 
 
 def describe_machine(device):
-    """Return commit, threads, processor, torch, date and instructions, as a line."""
-    info = Path("/proc/cpuinfo")
-    flags = info.read_text(encoding="utf-8").split() if info.exists() else ()
-    names = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-    instructions = ", ".join(f"{name} {'yes' if name in flags else 'no'}" for name in names)
+    """Return GPU, commit, threads, processor with its instructions, torch and date, as a line."""
     gpu = f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
-    return f"{gpu}{provenance(torch.device('cpu'))}; {instructions}"
+    return gpu + provenance(torch.device("cpu"))
 
 
 # -----------------------------------------------------------------------------

@@ -47,11 +47,17 @@ def _git(*words):
 
 
 def _cpu_name():
+    """The processor and, of the vector instructions that decide its speed, those that it has."""
+    info = {}
     with contextlib.suppress(OSError):  # where it is no Linux
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+            name, _, value = line.partition(":")
+            info.setdefault(name.strip(), value.strip())
+    if "model name" not in info:
+        return platform.processor() or platform.machine()
+    flags = info.get("flags", "").split()
+    found = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    return f"{info['model name']} ({', '.join(found) or 'no AVX2'})"
 
 
 # Settings of GPTConfig that describe_checkpoint() shows in words.

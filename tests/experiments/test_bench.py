@@ -1,6 +1,7 @@
 """experiments/bench.py: turns and ratios, what the timed functions compute, and the reports."""
 
 import json
+from pathlib import Path
 
 import torch
 from conftest import assert_success
@@ -31,4 +32,6 @@ def test_operators_are_reported_as_gpu_check_reads_them(call, monkeypatch, tmp_p
     fields = {"section", "case", "name", "ms", "rate", "unit", "note"}
     assert fields <= set(rows[0]) and len(rows) == 2 * 2 * (2 + 2 * 5 + 2)
     report = (tmp_path / "bench.md").read_text()
-    assert all(word in report for word in ("commit ", " thread", " torch ", "avx2 ", "amx_bf16 "))
+    assert all(word in report for word in ("commit ", " thread", " torch "))
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    assert ("avx2" in report) == ("avx2" in flags)
