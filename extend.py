@@ -300,9 +300,9 @@ def print_lengths(model, cfg):
         print(f"{fraction:.0%} of the training tokens are in documents of at least {length} tokens")
 
 
-def report(model, cfg):
-    """Print what extending, and training since then, has changed: on the same tokens, at the
-    original and at the extended length, or at --eval_length.
+def report(model, cfg, change):
+    """Print what a change, extending and perhaps training since then, has done: on the same tokens,
+    at the original and at the extended length, or at --eval_length.
     """
     device = devices.pick_device(cfg.device)
     parent = Path(model.meta["parent"])
@@ -319,7 +319,7 @@ def report(model, cfg):
                 text = loss.describe_change(original, model, split, length, cfg.max_tokens, dtype)
             except UserError as error:  # too long for the text, or for the original model
                 text = f"not compared ({error})"
-            print(f"loss at {length:,} tokens, {name}: {text}", flush=True)
+            print(f"loss at {length:,} tokens, {name}, {change}: {text}", flush=True)
 
 
 def main(argv=None):
@@ -356,7 +356,7 @@ def main(argv=None):
         if rank == 0:
             print_lengths(model, cfg)
             if has_text:
-                report(model, cfg)
+                report(model, cfg, "extended")
         # Train.
         if not cfg.max_iters:
             if rank == 0 and not cfg.resumes:
@@ -372,7 +372,7 @@ def main(argv=None):
         if rank == 0 and status == 0:
             model = GPT.load(cfg.out_dir)
             if run.is_finished(model, cfg):
-                report(model, cfg)
+                report(model, cfg, "extended and trained")
         return status
 
 

@@ -382,6 +382,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
         grad_norm *= to_mean
         may_overflow = cfg.dtype == "float16" and state.loss_scale > 1  # such a step is skipped
         where = f"the loss {loss:g} or gradient norm {grad_norm:g} of step {state.step + 1}"
+        where += optim.name_bad_gradient(model, grad_norm)
         check_finite(where, cfg, loss_sum, 0 if may_overflow else grad_norm)
         update(model, optimizers, grads, grad_norm, to_mean, state, cfg)
         del grads  # or they would take memory until the next step has its own

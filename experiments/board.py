@@ -59,6 +59,7 @@ class Board:
         self.arms = list(saved["arms"])
         self.failed = saved["failed"]
         self.commands = {"all": [saved.get("flags", "")], **saved["arms"]}
+        self.seeds = {row[1] for row in saved["rows"]}
         self.values = {}  # (arm, measure, length) -> {seed: number}
         self.texts = {}  # (arm, measure, length) -> such as "refused", in place of a number
         self.add(saved["rows"])
@@ -149,6 +150,8 @@ def judge(line, board):
     sums = [sum(factor * values[seed] for factor, values in found) for seed in seeds]
     verdict = find_verdict(sums, claim.sign, claim.bound)
     measured = format_interval(sums, "+")
+    if len(seeds) < len(board.seeds):  # a run has failed
+        verdict += f", on {len(seeds)} of {len(board.seeds)} seeds"
     return f"- {line}: {measured}, {claim.sign} {claim.bound:.4g}: {verdict}"
 
 
@@ -202,7 +205,7 @@ def format_table(board, names, measures, lengths):
     rows = []
     for name in names:
         cells = [board.cell(name, *column) for column in columns]
-        if name in board.failed:
+        if name in board.failed and set(cells) == {"–"}:
             cells[0] = f"failed: {board.failed[name]}"
         if set(cells) != {"–"}:  # this arm has none of these measures
             rows.append([name, *cells])
@@ -229,7 +232,8 @@ def format_report(experiment, board):
     """Return the lines of NAME.md."""
     lines = [f"# {experiment.title or experiment.name}", "", f"`{board.command}`: {board.note}."]
     lines += ["", experiment.about or ABOUT]
-    if getattr(board.b, "budget", "") == "try":
+    is_try = getattr(board.b, "budget", "") == "try"
+    if is_try:
         lines += ["", "The budget `try` shows that the commands work: its numbers mean nothing."]
     if not experiment.about:
         lines += ["", *(f"- {name}: `{'; '.join(c)}`" for name, c in board.commands.items())]
@@ -244,7 +248,7 @@ def format_report(experiment, board):
         lines += ["", f"![the same as curves]({experiment.name}.png)"]
     if experiment.notes:
         lines += ["", *experiment.notes(board)]
-    claims = claim_lines(experiment.claims, board)
+    claims = [] if is_try else claim_lines(experiment.claims, board)
     if claims:
         blank = [""] * bool(claims[0])  # before a heading there is one already
         lines += ["", "## Claims", "", RULE, *blank, *claims]

@@ -39,6 +39,7 @@ from nanolong import settings  # isort: skip (first: it refuses an old Python)
 
 import ast
 import contextlib
+import difflib
 import errno
 import functools
 import hashlib
@@ -70,7 +71,7 @@ from experiments.board import (
 from model import GPT, POSITIONS
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
-from nanolong.errors import UserError, note, run_main
+from nanolong.errors import UserError, note, require, run_main
 from nanolong.evaluation import provenance
 from nanolong.run import is_evaluated
 
@@ -123,11 +124,15 @@ def load_experiment(name, cfg):
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{file} cannot be run ({reason}): correct it") from error
     if not hasattr(module, "ARMS"):
-        raise UserError(f"{file} states no ARMS: add name -> commands (see experiments/run.py)")
+        raise UserError(f"{file} states no ARMS: add name -> commands (see docs/evaluation.md)")
     budgets = getattr(module, "BUDGETS", {"default": ""})
     budget = cfg.budget or next(iter(budgets))
     if budget not in budgets:
         raise UserError(f"there is no budget {budget!r}: choose from {', '.join(budgets)}")
+    for name in filter(str.isupper, vars(module)):
+        similar = difflib.get_close_matches(name, [*DEFAULTS, "BUDGETS"], 1, 0.8)
+        is_known = name in DEFAULTS or name == "BUDGETS"
+        require(is_known or not similar, f"{file} states {name}: did you mean {''.join(similar)}?")
     numbers = [word.split("=") for word in budgets[budget].split()]
     b = SimpleNamespace(**{name: json.loads(number) for name, number in numbers})
     b.budget = budget
@@ -140,7 +145,9 @@ def load_experiment(name, cfg):
         is_of_budget = name.isupper() and callable(value)
         setattr(experiment, name.lower(), value(b) if is_of_budget else value)
     experiment.arms = {name: as_list(commands) for name, commands in experiment.arms.items()}
-    experiment.claims = list(filter(None, experiment.claims.splitlines()))
+    if isinstance(experiment.claims, str):
+        experiment.claims = experiment.claims.splitlines()
+    experiment.claims = list(filter(None, experiment.claims))
     if not isinstance(experiment.evaluate, dict):
         calls = as_list(experiment.evaluate)
         experiment.evaluate = {" " * number: flags for number, flags in enumerate(calls)}
@@ -183,7 +190,8 @@ def check_claims(experiment):
             raise UserError(f"claim {line!r}: there is no measure {claim.measure!r}, but {known}")
         for _, arm, length in claim.terms:
             if arm not in experiment.arms and not experiment.derive:
-                raise UserError(f"claim {line!r}: there is no arm {arm!r}: correct its name")
+                known = ", ".join(experiment.arms)
+                raise UserError(f"claim {line!r}: there is no arm {arm!r}, but {known}")
             measured_at = lengths[claim.measure]
             if measured_at and count_tokens(length, experiment.b) not in measured_at:
                 raise UserError(f"claim {line!r}: {length} is not among --lengths: add it there")

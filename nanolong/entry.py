@@ -78,10 +78,12 @@ def check_scheme(model):
         )
     H, D = config.n_head, config.head_dim
     n = H + 3  # so that a table over distances never looks like slopes (H,)
+    bias = scheme.bias(n, 0)
+    found = f"{tuple(bias.shape)} in {bias.dtype}" if torch.is_tensor(bias) else f"{bias!r}"
     require(
-        bias_fits(scheme.bias(n, 0), n, H),
-        f"{name}.bias({n}, layer) must return None, or slopes ({H},) or a table ({H}, m) in "
-        f"float32, m <= {n}",
+        bias_fits(bias, n, H),
+        f"{name}.bias(n, layer) must return None, or slopes ({H},) or a table ({H}, m) in float32, "
+        f"m <= n: for n = {n} it returns {found}",
     )
     require(
         relative_fits(scheme.relative(n, 0), n, H, D),

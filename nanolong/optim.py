@@ -119,6 +119,17 @@ def gradients(model):
     return list(grads.values())
 
 
+def name_bad_gradient(model, norm):
+    """ " (of NAME)" if the norm of the gradients is not finite because of one parameter, else ""."""
+    if math.isfinite(norm):
+        return ""
+    norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.requires_grad}
+    # a sharded one knows its part alone
+    norms = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in norms.items()}
+    bad = [name for name, x in norms.items() if not x.isfinite()]
+    return f" (of {bad[0]} alone)" if len(bad) == 1 else ""
+
+
 def update_weights(model, optimizers, learning_rate, max_norm=1.0):
     """Clip the norm of the gradients, update the weights and clear the gradients.
 

@@ -223,7 +223,7 @@ def nth_call(n, training):
     return is_nth
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("where", ["loss", "gradient", "parameter"])
 def test_a_step_that_is_not_finite_is_not_taken(where, cfg, monkeypatch):
     model, settings = tiny(), cfg(max_iters=6)
     weights = []
@@ -232,11 +232,13 @@ def test_a_step_that_is_not_finite_is_not_taken(where, cfg, monkeypatch):
         weights.extend(p.detach().clone() for p in model.parameters())
         if where == "loss":
             return loss * float("inf")
-        loss.register_hook(lambda grad: grad * float("nan"))
+        source = model.norm.weight if where == "parameter" else loss
+        source.register_hook(lambda grad: grad * float("nan"))
         return loss
 
     break_forward(monkeypatch, nth_call(4, training=True), break_loss)
-    with pytest.raises(FloatingPointError, match="of step 4 is not finite: stopped before"):
+    named = r" \(of norm.weight alone\)" if where == "parameter" else ""
+    with pytest.raises(FloatingPointError, match=f"of step 4{named} is not finite: stopped before"):
         train.train(model, settings)
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     steps = list_steps(settings.out_dir)

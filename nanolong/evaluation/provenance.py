@@ -32,7 +32,7 @@ def provenance(device, commits=()):
 def current_commit():
     """The commit of the checkout, and whether its code has changed since."""
     commit = _git("rev-parse", "--short", "HEAD") or "unknown"
-    if _git("status", "--porcelain", "--", "*.py"):
+    if _git("status", "--porcelain", "--untracked-files=no", "--", "*.py"):
         commit += " with changes"
     return commit
 
