@@ -120,7 +120,7 @@ def gradients(model):
 
 
 def name_bad_gradient(model, norm):
-    """ " (of NAME)" if the norm of the gradients is not finite because of one parameter, else ""."""
+    """Say which parameter's gradient makes their norm not finite, if it is one alone: or ""."""
     if math.isfinite(norm):
         return ""
     norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.requires_grad}
