@@ -41,7 +41,7 @@ def run_main(main):
     except UserError as error:
         status = report(error, on_every_rank=isinstance(error, LocalError))
     except FileNotFoundError as error:
-        status = report(f"there is no file {error.filename}: give the path of one")
+        status = report(f"there is no file {error.filename or 'there'}: give the path of one")
     except OSError as error:
         reason = f"{error.filename or 'a file'} cannot be used ({error.strerror or error})"
         status = report(f"{reason}: choose another path, or fix its permissions or the disk")

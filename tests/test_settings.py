@@ -153,7 +153,7 @@ def run_main(raised, capfd):
     ("error", "message"),
     [
         (UserError("x is wrong: choose y"), "x is wrong: choose y"),
-        (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), "a.txt cannot be used"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), "there is no file a.txt: give"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: in training lower --batch"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory: "),
     ],
@@ -176,7 +176,7 @@ def test_of_several_processes_the_first_prints_what_all_meet(capfd, monkeypatch)
     monkeypatch.setenv("RANK", "1")
     assert run_main(UserError("x"), capfd) == (2, "", "")
     assert run_main(LocalError("x"), capfd) == (2, "", "error: x\n")
-    assert run_main(FileNotFoundError(errno.ENOENT, "gone", "a"), capfd)[2].startswith("error: a ")
+    assert run_main(FileExistsError(errno.EEXIST, "there", "a"), capfd)[2].startswith("error: a ")
 
 
 def test_an_old_python_and_a_terminal_of_ascii_are_answered():
