@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 OUT_OF_MEMORY = (
     "out of memory: in training lower --batch_size (more --gradient_accumulation_steps keep the "
@@ -64,4 +65,6 @@ def report(error, on_every_rank=True, status=2):
     """Print an error, what all of several processes meet in the first one. Returns the status."""
     if on_every_rank or int(os.environ.get("RANK", 0)) == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
+    else:  # a launcher ends all processes with the first that ends, perhaps before it is printed
+        time.sleep(3)
     return status
