@@ -171,7 +171,9 @@ dist.init_process_group("gloo")
 kernels.flash = kernels.decode = sys.modules["kernels.rotary"] = fakes = FakeKernels()
 kernels._can_run = lambda *device: True
 fakes.fault = wrong_scale if dist.get_rank() else None
-print(check.choose_kernels(make_model(), CPU, torch.float32), kernels.triton_runs(CPU))
+chosen = check.choose_kernels(make_model(), CPU, torch.float32)
+# One write: two processes share the output, and a line in pieces would mix with another.
+sys.stdout.write(chosen + " " + str(kernels.triton_runs(CPU)) + "\\n")
 dist.destroy_process_group()
 """
 
