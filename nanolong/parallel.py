@@ -16,6 +16,7 @@ import atexit
 import functools
 import math
 import os
+import time
 from dataclasses import replace
 
 import torch
@@ -62,6 +63,9 @@ def leave_group():
     _group = None
     if dist.is_initialized():
         dist.destroy_process_group()
+        # Its threads may still have to free the last tensors, for which they need the interpreter:
+        # without it they abort the process (once in 20 runs with FSDP).
+        time.sleep(0.2)
 
 
 def barrier():

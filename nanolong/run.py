@@ -150,7 +150,8 @@ def hash_model_file(file):
 
 def hash_code(model):
     """Hash the files that define a model, model.py and that of --entry: {name: 16 digits}."""
-    code = {"model.py": hash_model_file(inspect.getsourcefile(type(model)))}
+    # not of type(model), which FSDP replaces
+    code = {"model.py": hash_model_file(inspect.getsourcefile(type(model.config)))}
     if type(model.pos) in entry.loaded:
         file, text = entry.loaded[type(model.pos)]
         code[file] = hashlib.sha256(text.encode()).hexdigest()[:16]
