@@ -2,6 +2,8 @@
 
 import math
 import re
+import textwrap
+from itertools import pairwise
 from types import SimpleNamespace
 
 from nanolong.errors import UserError, require
@@ -260,31 +262,58 @@ def as_list(value):
 
 
 def plot_tables(tables, board, file):
-    """Plot each table with several lengths: a curve for each arm, with its intervals."""
-    tables = [table for table in tables or board.default_tables() if len(table[2]) > 1]
+    """Plot each table with several lengths: a curve for each arm, with its intervals.
+
+    A panel has at most eight arms, in the order of the table, and where they are in its range the
+    others in gray.
+    """
+    tables = [(heading, as_list(m), n) for heading, m, n in tables or board.default_tables()]
+    tables = [table for table in tables if len(table[2]) > 1]
     pyplot = import_pyplot(file) if tables else None
     if pyplot is None:
         return
-    size = (6 * len(tables) + 2, 5)
+    names = rank(board, *tables[0][1:])
+    names = [name for name in names if any(board.points(name, m[0], n) for _, m, n in tables)]
+    n_groups = math.ceil(len(names) / 8) or 1
+    size = math.ceil(len(names) / n_groups) or 1
+    # a row for each table, but of few arms the tables stand side by side
+    n_rows, n_columns = (len(tables), n_groups) if n_groups > 1 else (1, len(tables))
     figure, axes = pyplot.subplots(
-        1, len(tables), figsize=size, squeeze=False, layout="constrained"
+        n_rows,
+        n_columns,
+        figsize=(5.5 * n_columns, 4.5 * n_rows),
+        squeeze=False,
+        layout="constrained",
     )
-    for axis, (heading, measures, lengths) in zip(axes[0], tables, strict=True):
-        measure = as_list(measures)[0]
-        for i, name in enumerate(board.arms):
-            points = board.points(name, measure, lengths)
-            if points:
-                x, mean, half_width = map(list, zip(*points, strict=True))
-                style = {"color": f"C{i % 10}", "marker": "osD^vP*X"[i % 8], "markersize": 4}
-                axis.errorbar(x, mean, half_width, capsize=2, label=name, **style)
-        axis.set(title=heading, xscale="log", xlabel="tokens", ylabel=measure)
-        ticks = [count_tokens(length, board.b) for length in lengths]
-        axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
-    figure.supxlabel(board.note, fontsize=7, color="gray")
+    panels = [(table, names[i * size :][:size]) for table in tables for i in range(n_groups)]
+    for axis, (table, group) in zip(axes.flat, panels, strict=True):
+        plot_table(axis, table, board, names, group)
+    figure.supxlabel(textwrap.fill(board.note, 90 * n_columns), fontsize=7, color="gray")
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
     print(f"wrote {file}")
+
+
+def plot_table(axis, table, board, names, group):
+    """Plot the first measure of a table: the arms of a group, and other names in gray."""
+    heading, measures, lengths = table
+    axis.set(title=heading, xscale="log", xlabel="tokens", ylabel=measures[0])
+    for name in sorted(names, key=lambda name: name not in group):
+        points = board.points(name, measures[0], lengths)
+        x, mean, half_width = map(list, zip(*points, strict=True)) if points else ([], [], [])
+        if name in group:
+            i = group.index(name)
+            style = {"color": f"C{i}", "marker": "osD^vP*X"[i], "markersize": 4, "label": name}
+            axis.errorbar(x, mean, half_width, capsize=2, **style)
+        else:
+            axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # those of the group
+            axis.plot(x, mean, color="lightgray", linewidth=1, zorder=0)
+    ticks = sorted({count_tokens(length, board.b) for length in lengths})
+    # of lengths next to each other the labels would overlap
+    apart = (ticks[-1] / ticks[0]) ** 0.1
+    is_free = [True, *(b > apart * a for a, b in pairwise(ticks))]
+    labels = [f"{n:,}" if free else "" for n, free in zip(ticks, is_free, strict=True)]
+    axis.set_xticks(ticks, labels)
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
