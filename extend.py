@@ -309,6 +309,7 @@ def report(model, cfg, change):
     if not parent.is_dir():  # training may have gone on there since, or it was moved
         print(f"what extending has changed was not measured: {parent} is gone")
         return
+    print(f"comparing with {parent}, on at most {cfg.max_tokens:,} tokens", flush=True)
     original = GPT.load(parent).to(device)
     model.to(device)
     dtype = devices.pick_dtype(cfg.dtype, device)

@@ -44,7 +44,8 @@ def plot_positions(axes):
     # what is added to embeddings, and what RoPE multiplies by
     scheme = POSITIONS["sinusoidal"](CONFIG)
     added = scheme.embed(torch.zeros(1, LENGTH, CONFIG.n_embd), position)[0] / scheme.scale
-    draw_heatmap(axes[0], added, "sinusoidal: added to embeddings", "channel", "position")
+    title = f"sinusoidal: added to embeddings, / {scheme.scale:.3f}"
+    draw_heatmap(axes[0], added, title, "channel", "position")
 
     inv_freq = POSITIONS["rope"](CONFIG).inv_freq
     cosines = (position[:, None] * inv_freq).cos()
