@@ -212,11 +212,11 @@ def rotate_by(q, k, angles):
 
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None, plan=None, gates=None,
+    causal=True, scale=None, return_lse=False, length=None, gates=None,
 ):  # fmt: skip
     """Compute reference.attention(), whose docstring describes the arguments.
 
-    The softmax is float32, or float64 if q is. plan: of the kernels, without a use here.
+    The softmax is float32, or float64 if q is.
     """
     if length is not None and not torch.compiler.is_compiling():
         n = int(length)
