@@ -33,8 +33,7 @@ from .flash import (
     VECTORS,
     Rows,
     as_rows,
-    count_blocks,
-    empty_output,
+    empty_results,
     head_rows,
     kernel_layout,
     load_rows,
@@ -180,7 +179,7 @@ def _combine_kernel(call, PARTIAL, ROW_MAX, ROW_SUM, OUT, LSE, splits, S: tl.con
 
 def number_of_splits(Tk, programs, BN):
     """Over how many programs the keys are split: 256 in all, with at least four key blocks each."""
-    return max(1, min(256 // programs, count_blocks(count_blocks(Tk, BN), 4), 64))
+    return max(1, min(256 // programs, triton.cdiv(triton.cdiv(Tk, BN), 4), 64))
 
 
 @torch.library.custom_op("nanolong::attention_decode", mutates_args=())
@@ -193,8 +192,7 @@ def _decode(
     """The output and the log-sum-exp in log2 units."""
     # A cache of any strides is read as it is: a copy would cost more than the attention.
     q, qr, k, v = (kernel_layout(x, multiple=1) for x in (q, qr, k, v))
-    out = empty_output(q)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_results(q)
     if not out.numel():
         return out, lse
     B, H, Tq, D = q.shape
@@ -228,9 +226,7 @@ def _decode(
     return out, lse
 
 
-@_decode.register_fake
-def _(q, *others):
-    return empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+_decode.register_fake(empty_results)
 
 
 def attention(
