@@ -108,23 +108,20 @@ def _split_kernel(
         k = load_rows(call, k_head, n0, c, Tk, True)
         s = tile_product(call, q, k, False)
         distance = tl.abs(i - j)
-        if call.KIND == SLOPES:
-            s = s * call.scale - slope[:, None] * distance.to(tl.float32)[None, :]
-        elif call.KIND == TABLE:
-            clipped = tl.minimum(distance, call.m - 1)
-            s = s * call.scale
-            s += tl.load(call.bias.ptr + (h * call.bias.h)[:, None] + clipped[None, :])
-        elif call.KIND == VECTORS:
-            clipped = tl.minimum(distance, call.m - 1)
+        clipped = tl.minimum(distance, call.m - 1)
+        if call.KIND == VECTORS:
             vectors = load_rows(call, rel_k, 0, clipped, 0, False)
-            s = (s + tile_product(call, qr, vectors, False)) * call.scale
+            s += tile_product(call, qr, vectors, False)
+        s = s * call.scale
+        if call.KIND == SLOPES:
+            s -= slope[:, None] * distance.to(tl.float32)[None, :]
+        elif call.KIND == TABLE:
+            s += tl.load(call.bias.ptr + (h * call.bias.h)[:, None] + clipped[None, :])
         elif call.gates is not None:
             c_j = tl.load(
                 gates_at[:, None] + (j * call.gates.t)[None, :], mask=(j < Tk)[None, :], other=0.0
             )
-            s = s * call.scale + (c_i[:, None] - c_j).to(tl.float32) * (1 / LN2)
-        else:
-            s = s * call.scale
+            s += (c_i[:, None] - c_j).to(tl.float32) * (1 / LN2)
 
         # mask
         visible = visible_keys(call, b, tl.zeros([1], tl.int32) + i, j, Tk, False)
