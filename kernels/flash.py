@@ -1278,18 +1278,15 @@ def _backward(ctx, dout, dlse):
     saved = ctx.saved_tensors
     *tensors, out, lse = saved[:11]
     segments = list(saved[11:])
-    qr = tensors[1]
-    bias_grad = any(ctx.needs_input_grad[4:7])
-    dq, dqr, dk, dv, *of_terms = _attention_backward(
+    needed = ctx.needs_input_grad[:7]  # the last three: bias, relative values and gates
+    grads = _attention_backward(
         dout, dlse, out, lse, *tensors, segments,
-        ctx.window, ctx.sinks, ctx.causal, ctx.scale, bias_grad,
+        ctx.window, ctx.sinks, ctx.causal, ctx.scale, any(needed[4:]),
     )  # fmt: skip
-    dqr = None if qr is None else dqr
-    # bias, relative values and gates
-    terms = [x if bias_grad else None for x in tensors[4:7]]
-    of_terms = [None if x is None else g.to(x.dtype) for g, x in zip(of_terms, terms, strict=True)]
+    of_inputs = zip(grads, tensors[:7], needed, strict=True)
+    grads = [g.to(x.dtype) if is_needed else None for g, x, is_needed in of_inputs]
     no_grads = [None] * 4  # window, sinks, causal, scale
-    return dq, dqr, dk, dv, *of_terms, None, None, [None] * len(segments), *no_grads
+    return *grads, None, None, [None] * len(segments), *no_grads
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
