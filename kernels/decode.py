@@ -232,11 +232,9 @@ def attention(
 ):  # fmt: skip
     """Compute attention() of flash.py for few queries, without gradient.
 
-    The arguments, shapes, dtypes and results are the same; each query reads the cache once.
-
-    length      int64 (1,): the valid length, for a cache of fixed capacity: only the first `length`
-                keys exist. It is read on the device, so one launch (a CUDA graph) serves a growing
-                cache.
+    The arguments, shapes, dtypes and results are the same; each query reads the cache once. length:
+    see kernels/reference.py; it is read on the device, so that one launch (a CUDA graph) serves a
+    growing cache.
 
     Raises ValueError for what the kernel does not support.
     """

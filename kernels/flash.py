@@ -1309,8 +1309,7 @@ def attention(
     bias: None, slopes (H,) or a table (H, m), float32. relative: None, or (keys, values, offsets),
     keys (H or 1, m, D), values the same or None, offsets None or two (H, D). gates: None, or c
     (B, H, Tk) float64, without a bias or relative vectors. positions (Tk,) or (B, Tk), docs
-    (B, Tk): integers below 2^31. plan: a dict, empty at first, that calls with the same mask share,
-    as the layers of a step do; it changes nothing but the time.
+    (B, Tk): integers below 2^31.
     What they mean, and the other arguments: attention() of kernels/reference.py.
 
     Raises ValueError for what the kernels do not support.
