@@ -33,7 +33,7 @@ rotate_by = eager.rotate_by
 def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions: see reference.rope()."""
     # float64 is for checking, and the kernels do not take it
-    if q.dtype == torch.float64 or not _triton_runs(q.device.type, q.device.index):
+    if q.dtype == torch.float64 or not triton_runs(q.device):
         return eager.rope(q, k, cos, sin)
     from .rotary import rope as rotary
 
@@ -41,12 +41,8 @@ def rope(q, k, cos, sin):
 
 
 def attention(q, k, v, *, bias=None, relative=None, length=None, plan=None, **options):
-    """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention().
-
-    plan: a dict, empty at first, that all layers of a forward pass are given: what the kernels work
-    out of the mask stays in it.
-    """
-    if v.dtype == torch.float64 or not _triton_runs(q.device.type, q.device.index):
+    """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention()."""
+    if v.dtype == torch.float64 or not triton_runs(q.device):
         return eager.attention(q, k, v, bias=bias, relative=relative, length=length, **options)
     from . import decode, flash
 
@@ -97,30 +93,26 @@ def use_triton(allowed):
 
 def triton_runs(device):
     """Whether Triton kernels run on a torch.device."""
-    return _triton_runs(device.type, device.index)
-
-
-def _triton_runs(device, index):
-    return _is_allowed and _can_run(device, index)
+    return _is_allowed and _can_run(device)
 
 
 # torch.compile calls it while it traces. This is what torch.compiler.assume_constant_result sets,
 # without importing the compiler here.
-_triton_runs._dynamo_marked_constant = True
+triton_runs._dynamo_marked_constant = True
 
 
 @functools.cache
-def _can_run(device, index):
+def _can_run(device):
     """Whether a device has kernels. Says once, on stderr, why a GPU has none."""
     if os.environ.get("NANOLONG_REFERENCE", "0") not in ("", "0"):
         return False
-    if device != "cuda":
-        return device == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if device.type != "cuda":
+        return device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "1"
     reason = what_triton_lacks()
-    if not reason and not torch.version.hip and torch.cuda.get_device_capability(index) < (8, 0):
+    if not reason and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         reason = "it is older than sm_80"
     if reason:
-        name = torch.cuda.get_device_name(index)
+        name = torch.cuda.get_device_name(device)
         print(f"Triton kernels are off on {name}: {reason}; using plain PyTorch", file=sys.stderr)
     return not reason
 

@@ -33,8 +33,7 @@ from .flash import (
     VECTORS,
     Rows,
     as_rows,
-    count_blocks,
-    empty_output,
+    empty_results,
     head_rows,
     kernel_layout,
     load_rows,
@@ -109,23 +108,20 @@ def _split_kernel(
         k = load_rows(call, k_head, n0, c, Tk, True)
         s = tile_product(call, q, k, False)
         distance = tl.abs(i - j)
-        if call.KIND == SLOPES:
-            s = s * call.scale - slope[:, None] * distance.to(tl.float32)[None, :]
-        elif call.KIND == TABLE:
-            clipped = tl.minimum(distance, call.m - 1)
-            s = s * call.scale
-            s += tl.load(call.bias.ptr + (h * call.bias.h)[:, None] + clipped[None, :])
-        elif call.KIND == VECTORS:
-            clipped = tl.minimum(distance, call.m - 1)
+        clipped = tl.minimum(distance, call.m - 1)
+        if call.KIND == VECTORS:
             vectors = load_rows(call, rel_k, 0, clipped, 0, False)
-            s = (s + tile_product(call, qr, vectors, False)) * call.scale
+            s += tile_product(call, qr, vectors, False)
+        s = s * call.scale
+        if call.KIND == SLOPES:
+            s -= slope[:, None] * distance.to(tl.float32)[None, :]
+        elif call.KIND == TABLE:
+            s += tl.load(call.bias.ptr + (h * call.bias.h)[:, None] + clipped[None, :])
         elif call.gates is not None:
             c_j = tl.load(
                 gates_at[:, None] + (j * call.gates.t)[None, :], mask=(j < Tk)[None, :], other=0.0
             )
-            s = s * call.scale + (c_i[:, None] - c_j).to(tl.float32) * (1 / LN2)
-        else:
-            s = s * call.scale
+            s += (c_i[:, None] - c_j).to(tl.float32) * (1 / LN2)
 
         # mask
         visible = visible_keys(call, b, tl.zeros([1], tl.int32) + i, j, Tk, False)
@@ -180,7 +176,7 @@ def _combine_kernel(call, PARTIAL, ROW_MAX, ROW_SUM, OUT, LSE, splits, S: tl.con
 
 def number_of_splits(Tk, programs, BN):
     """Over how many programs the keys are split: 256 in all, with at least four key blocks each."""
-    return max(1, min(256 // programs, count_blocks(count_blocks(Tk, BN), 4), 64))
+    return max(1, min(256 // programs, triton.cdiv(triton.cdiv(Tk, BN), 4), 64))
 
 
 @torch.library.custom_op("nanolong::attention_decode", mutates_args=())
@@ -193,8 +189,7 @@ def _decode(
     """The output and the log-sum-exp in log2 units."""
     # A cache of any strides is read as it is: a copy would cost more than the attention.
     q, qr, k, v = (kernel_layout(x, multiple=1) for x in (q, qr, k, v))
-    out = empty_output(q)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_results(q)
     if not out.numel():
         return out, lse
     B, H, Tq, D = q.shape
@@ -228,9 +223,7 @@ def _decode(
     return out, lse
 
 
-@_decode.register_fake
-def _(q, *others):
-    return empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+_decode.register_fake(empty_results)
 
 
 def attention(
@@ -239,11 +232,9 @@ def attention(
 ):  # fmt: skip
     """Compute attention() of flash.py for few queries, without gradient.
 
-    The arguments, shapes, dtypes and results are the same; each query reads the cache once.
-
-    length      int64 (1,): the valid length, for a cache of fixed capacity: only the first `length`
-                keys exist. It is read on the device, so one launch (a CUDA graph) serves a growing
-                cache.
+    The arguments, shapes, dtypes and results are the same; each query reads the cache once. length:
+    see kernels/reference.py; it is read on the device, so that one launch (a CUDA graph) serves a
+    growing cache.
 
     Raises ValueError for what the kernel does not support.
     """

@@ -212,11 +212,11 @@ def rotate_by(q, k, angles):
 
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None, plan=None, gates=None,
+    causal=True, scale=None, return_lse=False, length=None, gates=None,
 ):  # fmt: skip
     """Compute reference.attention(), whose docstring describes the arguments.
 
-    The softmax is float32, or float64 if q is. plan: of the kernels, without a use here.
+    The softmax is float32, or float64 if q is.
     """
     if length is not None and not torch.compiler.is_compiling():
         n = int(length)
@@ -301,7 +301,7 @@ class _Mask(NamedTuple):
         return torch.arange(rows.start, rows.stop, device=device) + self.q_start
 
     def visible(self, rows, keys, device):
-        """Which keys, a slice or indices, each of these queries sees, and their distances.
+        """Which of these keys, a slice, each of these queries sees, and their distances.
 
         bool (1 or B, 1, n, keys) and int64 (n, keys), which is negative for later keys.
         """
@@ -373,15 +373,14 @@ def _attend_in_bands(q, k, v, bias, relative, gates, scale, mask, length):
     Tk = k.shape[2]
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     keys, values, offsets = (None,) * 3 if relative is None else relative
-    has_slopes = bias is not None and bias.dim() == 1
-    if has_slopes and mask.causal:
+    if bias is not None and bias.dim() == 1:
         index = torch.arange(Tk, device=q.device)
-        gates = (-bias[:, None].double() * index)[None]  # (1, H, Tk)
-    if bias is None or gates is not None:
-        bias = q.new_zeros(1, 1)
-    elif has_slopes:
-        bias = -bias[:, None] * torch.arange(Tk, device=q.device)
-    bias = bias.to(q.dtype)
+        if mask.causal:
+            gates = (-bias[:, None].double() * index)[None]  # (1, H, Tk)
+            bias = None
+        else:
+            bias = -bias[:, None] * index
+    bias = q.new_zeros(1, 1) if bias is None else bias.to(q.dtype)
 
     # The first distance that is not near, and the number of queries at a time.
     reach = max(2, *(x.shape[1] for x in (bias, keys) if x is not None)) - 1
@@ -539,7 +538,7 @@ def _attend_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp."""
     call = _Call(tensors, sizes, scale, tensors[8] is not None)
-    y, lse = _zero_outputs(call.q)
+    y, lse = _zero_outputs(tensors)
     for rows, near, columns, falling, distant in call.chunks():
         p = call.near_scores(rows, near, columns, falling)
         unit = p.amax(-1, keepdim=True)
@@ -635,8 +634,9 @@ def _sum_to_batch(x, like):
     return x if len(like) > 1 else x.sum(0, keepdim=True)
 
 
-def _zero_outputs(q):
+def _zero_outputs(tensors, *others):
     """The output, a view of (B, T, H, D), and the log-sum-exp (B, H, T)."""
+    q = tensors[0]
     B, H, T, D = q.shape
     return q.new_zeros(B, T, H, D).transpose(1, 2), q.new_zeros(B, H, T)
 
@@ -649,9 +649,7 @@ _backward_operator = torch.library.custom_op(
 )
 
 
-@_forward_operator.register_fake
-def _fake_outputs(tensors, sizes, scale):
-    return _zero_outputs(tensors[0])
+_forward_operator.register_fake(_zero_outputs)
 
 
 @_backward_operator.register_fake
@@ -728,7 +726,9 @@ class _Loss(torch.autograd.Function):
         return dx, dweight, None, None, None
 
 
-def _compute_losses(x, weight, targets, factor, dtype):
+def _compute_losses(
+    x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """The losses (N,), and for factors (N,) the gradients of sum(factor * loss) for x and weight.
 
     A compiled graph would repeat the operators for each chunk; of many, it calls this as it is.
@@ -760,11 +760,7 @@ def _compute_losses(x, weight, targets, factor, dtype):
     return torch.cat(losses), dx, dweight.to(weight.dtype)
 
 
-_compute_many_losses = torch.library.custom_op(
-    "nanolong::losses", _compute_losses, mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor targets, Tensor? factor, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
+_compute_many_losses = torch.library.custom_op("nanolong::losses", _compute_losses, mutates_args=())
 
 
 @_compute_many_losses.register_fake

@@ -871,8 +871,8 @@ def visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, 
     order, no empty tile is visited.
     """
     # the indices of the tokens of each block; past the end the last one is repeated
-    i = torch.arange(count_blocks(Tq, BM) * BM, device=device).clamp(max=Tq - 1) + Tk - Tq
-    j = torch.arange(count_blocks(Tk, BN) * BN, device=device).clamp(max=Tk - 1)
+    i = torch.arange(triton.cdiv(Tq, BM) * BM, device=device).clamp(max=Tq - 1) + Tk - Tq
+    j = torch.arange(triton.cdiv(Tk, BN) * BN, device=device).clamp(max=Tk - 1)
     i, j = i.view(-1, BM), j.view(-1, BN)
     rows, columns = (j, i) if of_keys else (i, j)
     found = []
@@ -964,7 +964,7 @@ def _visited(
 @_visited.register_fake
 def _(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys):
     B = max(len(x) for x in (docs, positions) if x is not None)
-    blocks = count_blocks(Tk, BN) if of_keys else count_blocks(Tq, BM)
+    blocks = triton.cdiv(Tk, BN) if of_keys else triton.cdiv(Tq, BM)
     return (positions if docs is None else docs).new_empty(B, blocks, 16, dtype=torch.int32)
 
 
@@ -1002,10 +1002,6 @@ def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan
 
 # -----------------------------------------------------------------------------
 # Launching the kernels
-
-
-def count_blocks(n, size):
-    return (n + size - 1) // size
 
 
 def kind_of(bias):
@@ -1090,6 +1086,11 @@ def empty_output(x):
     return torch.empty(B, T, H, D, dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
+def empty_results(q, *others):
+    """The output of attention and its log-sum-exp, both empty."""
+    return empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
 def kernel_layout(x, multiple=16):
     """Copy x (B, H, T, D) if the kernels cannot read it as it is.
 
@@ -1105,7 +1106,7 @@ def kernel_layout(x, multiple=16):
     if aligned and x.stride(3) == 1 and x.stride(2) < 1 << 24:
         return x
     B, H, T, D = x.shape
-    return x.new_empty(B, H, T, count_blocks(D, 16) * 16)[..., :D].copy_(x)
+    return x.new_empty(B, H, T, triton.cdiv(D, 16) * 16)[..., :D].copy_(x)
 
 
 # -----------------------------------------------------------------------------
@@ -1121,8 +1122,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The forward pass: the output and the log-sum-exp in log2 units."""
     q, qr, k, v = (kernel_layout(x) for x in (q, qr, k, v))
-    out = empty_output(q)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_results(q)
     if out.numel():
         terms = bias, rel_v, in_two_parts(gates)
         call = make_call(q, qr, k, v, *terms, docs, positions, window, sinks, causal, scale)
@@ -1130,9 +1130,7 @@ def _attention(
     return out, lse
 
 
-@_attention.register_fake
-def _(q, *others):
-    return empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+_attention.register_fake(empty_results)
 
 
 @torch.library.custom_op("nanolong::attention_backward", mutates_args=())
@@ -1203,13 +1201,13 @@ def _sweep(call, segments, lse, dout, delta):
     lowest = q_start + BM - 1
     if not call.CAUSAL.value:
         lowest += near - 1
-    first = max(1 - count_blocks(call.Tk, BM), -(lowest // BM))
-    last = min(count_blocks(call.Tq, BM) - 1, (near - 1 - q_start + BM - 1) // BM)
+    first = max(1 - triton.cdiv(call.Tk, BM), -(lowest // BM))
+    last = min(triton.cdiv(call.Tq, BM) - 1, triton.cdiv(near - 1 - q_start, BM))
     d0 = q_start + first * BM - (BM - 1)
     diagonals = max(0, last - first + 1)
 
     # The number of splits depends on the shapes alone, so the same sums come out on every device.
-    tiles = B * count_blocks(call.Tq, BM)
+    tiles = B * triton.cdiv(call.Tq, BM)
     splits = max(1, min(SWEEP_PROGRAMS // (H * max(1, diagonals)), tiles))
     channels = (call.D.value,) if call.KIND.value == VECTORS.value else ()
     by_distance = lse.new_empty(splits, H, diagonals, 2 * BM, *channels)
@@ -1280,20 +1278,15 @@ def _backward(ctx, dout, dlse):
     saved = ctx.saved_tensors
     *tensors, out, lse = saved[:11]
     segments = list(saved[11:])
-    qr = tensors[1]
-    dout = torch.zeros_like(out) if dout is None else dout
-    dlse = torch.zeros_like(lse) if dlse is None else dlse
-    bias_grad = any(ctx.needs_input_grad[4:7])
-    dq, dqr, dk, dv, *of_terms = _attention_backward(
+    needed = ctx.needs_input_grad[:7]  # the last three: bias, relative values and gates
+    grads = _attention_backward(
         dout, dlse, out, lse, *tensors, segments,
-        ctx.window, ctx.sinks, ctx.causal, ctx.scale, bias_grad,
+        ctx.window, ctx.sinks, ctx.causal, ctx.scale, any(needed[4:]),
     )  # fmt: skip
-    dqr = None if qr is None else dqr
-    # bias, relative values and gates
-    terms = [x if bias_grad else None for x in tensors[4:7]]
-    of_terms = [None if x is None else g.to(x.dtype) for g, x in zip(of_terms, terms, strict=True)]
+    of_inputs = zip(grads, tensors[:7], needed, strict=True)
+    grads = [g.to(x.dtype) if is_needed else None for g, x, is_needed in of_inputs]
     no_grads = [None] * 4  # window, sinks, causal, scale
-    return dq, dqr, dk, dv, *of_terms, None, None, [None] * len(segments), *no_grads
+    return *grads, None, None, [None] * len(segments), *no_grads
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -1316,8 +1309,7 @@ def attention(
     bias: None, slopes (H,) or a table (H, m), float32. relative: None, or (keys, values, offsets),
     keys (H or 1, m, D), values the same or None, offsets None or two (H, D). gates: None, or c
     (B, H, Tk) float64, without a bias or relative vectors. positions (Tk,) or (B, Tk), docs
-    (B, Tk): integers below 2^31. plan: a dict, empty at first, that calls with the same mask share,
-    as the layers of a step do; it changes nothing but the time.
+    (B, Tk): integers below 2^31.
     What they mean, and the other arguments: attention() of kernels/reference.py.
 
     Raises ValueError for what the kernels do not support.

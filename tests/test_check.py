@@ -84,7 +84,7 @@ class FakeKernels:
     def __init__(self):
         self.fault = None
 
-    def attention(self, q, k, v, **options):
+    def attention(self, q, k, v, plan=None, **options):
         if self.fault:
             q, k, v, options = self.fault(q, k, v, options)
         return eager.attention(q, k, v, **options)
@@ -98,7 +98,7 @@ def fakes(monkeypatch):
     monkeypatch.setattr(kernels, "flash", fakes, raising=False)
     monkeypatch.setattr(kernels, "decode", fakes, raising=False)
     monkeypatch.setitem(sys.modules, "kernels.rotary", fakes)
-    monkeypatch.setattr(kernels, "_can_run", lambda *device: True)
+    monkeypatch.setattr(kernels, "_can_run", lambda device: True)
     monkeypatch.setattr(kernels, "_is_allowed", True)
     monkeypatch.setenv("NANOLONG_CHECK", "1")
     return fakes
@@ -169,7 +169,7 @@ from test_check import CPU, FakeKernels, check, kernels, make_model, wrong_scale
 
 dist.init_process_group("gloo")
 kernels.flash = kernels.decode = sys.modules["kernels.rotary"] = fakes = FakeKernels()
-kernels._can_run = lambda *device: True
+kernels._can_run = lambda device: True
 fakes.fault = wrong_scale if dist.get_rank() else None
 chosen = check.choose_kernels(make_model(), CPU, torch.float32)
 # One write: two processes share the output, and a line in pieces would mix with another.

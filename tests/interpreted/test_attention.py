@@ -418,11 +418,11 @@ def test_schemes_train_and_generate_with_the_kernels(pos, settings, make, rng, m
     calls = []
     for runs in (True, False):
 
-        def triton_runs(*device, runs=runs):
+        def triton_runs(device, runs=runs):
             calls.append(runs)
             return runs
 
-        monkeypatch.setattr(kernels, "_triton_runs", triton_runs)
+        monkeypatch.setattr(kernels, "triton_runs", triton_runs)
         model.zero_grad()
         loss = model(tokens, tokens, docs=docs)
         loss.backward()
@@ -476,7 +476,7 @@ def test_a_mask_is_worked_out_once_for_all_layers(
     with torch.no_grad():
         without_grad = run(tokens, tokens, docs=docs)
         assert len(masks) == 1
-        monkeypatch.setattr(kernels, "_triton_runs", lambda *device: False)
+        monkeypatch.setattr(kernels, "triton_runs", lambda device: False)
         expected = model(tokens, tokens, docs=docs)
     for x in (loss, without_grad):
         assert x.item() == pytest.approx(expected.item(), abs=1e-5)
