@@ -32,8 +32,8 @@ class HFConfig:
     # type of the matrices: of an import float32 or bfloat16 (which a model that has it keeps, and
     # which takes half the space), and of an exported GGUF file, as in the checkpoint by default
     store: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
-    # take the tokenizer files of this Hugging Face folder in place of the model's own; export of a
-    # GGUF file: also none, which then works on token ids only
+    # take the tokenizer files of this Hugging Face folder in place of the model's own; export: also
+    # none, which then works on token ids only
     tokenizer: str = ""
     # import: the context length in tokens, if the files say another one
     context_length: int = 0

@@ -336,9 +336,8 @@ HUGE = struct.pack("<Q", 1 << 60)
 # what is done to the bytes of a whole file, and a part of the message
 DAMAGED = {
     "no GGUF": (lambda data: b"PK" + data[2:], "is not a whole GGUF file"),
-    "a huge list": (with_key("x", 9, struct.pack("<I", 0) + HUGE), "ends within its header"),
+    "a huge list": (with_key("x", 9, struct.pack("<I", 0) + HUGE), "not a whole GGUF"),
     "text that is no UTF-8": (with_key("x", 8, struct.pack("<Q", 1) + b"\xff"), "utf-8"),
-    "a key twice": (with_key("general.type", 7, b"\1"), "twice"),
     "a tensor of a huge size": (with_place((1 << 40, 1 << 40, 0, 0)), "not a whole GGUF"),
     "a tensor beyond the end": (with_place((64, 64, 0, 1 << 50)), "before its tensors do"),
     "rows of no whole blocks": (with_place((48, 64, 8, 0)), "of type Q8_0"),

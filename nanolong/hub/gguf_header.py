@@ -38,8 +38,6 @@ class Header:
 
     def take(self, code, n=1):
         """Return n values of a code of the struct module, little-endian."""
-        if n > len(self.data):
-            raise ValueError("it ends within its header")
         values = struct.unpack_from(f"<{n}{code}", self.data, self.position)
         self.position += struct.calcsize(f"<{n}{code}")
         return values
@@ -49,12 +47,6 @@ class Header:
 
     def text(self):
         return self.take("s", self.number("Q"))[0].decode()
-
-    def new_name(self, known):
-        name = self.text()
-        if not name.isprintable() or name in known:
-            raise ValueError(f"it has the name {name!r:.60}, or has it twice")
-        return name
 
     def value(self):
         """Return a number, a text, or a list of either."""
@@ -93,10 +85,10 @@ class Header:
         n_tensors, n_values = self.take("Q", 2)
         metadata, tensors = {}, {}
         for _ in range(n_values):
-            name = self.new_name(metadata)
+            name = self.text()
             metadata[name] = self.value()
         for _ in range(n_tensors):
-            name = self.new_name(tensors)
+            name = self.text()
             tensors[name] = self.tensor(name)
         # the values of tensors follow the header, each at a multiple of the alignment
         alignment = metadata.get("general.alignment", 32)

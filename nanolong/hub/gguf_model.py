@@ -10,7 +10,7 @@ from transformers import AutoConfig
 import rope_scaling
 from nanolong.errors import UserError, require
 from nanolong.hub import convert
-from nanolong.hub.families import FAMILIES, head_dim, is_rotated, tensor_layout
+from nanolong.hub.families import FAMILIES, has_positions, head_dim, tensor_layout
 from nanolong.hub.folder import Source
 from nanolong.hub.gguf_header import read_header, read_tensor
 from nanolong.hub.verify import as_user_error
@@ -106,16 +106,14 @@ def read_own(file, metadata, arch):
     own = {}
     for key, x in metadata.items():
         if key.startswith(f"{arch}."):
-            key = key.removeprefix(f"{arch}.")
-            require(
-                not isinstance(x, list) or len(set(x)) == 1,
-                f"{file}: {key} differs from layer to layer, and here all have the same: choose "
-                "another model",
-            )
-            own[key] = x[0] if isinstance(x, list) else x
+            is_same = isinstance(x, list) and len(set(x)) == 1
+            own[key.removeprefix(f"{arch}.")] = x[0] if is_same else x
     head = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
     own.setdefault("rope.dimension_count", head)
     plain = {"attention.value_length": head, "rope.dimension_count": head, "attention.causal": True}
+    if arch != "llama":
+        # which layers have the window is not in the metadata
+        plain["attention.sliding_window"] = 0
     wrong = []
     for key, x in own.items():
         is_known = not x or key in FIELDS or key.startswith(OTHERS)
@@ -123,9 +121,6 @@ def read_own(file, metadata, arch):
             is_known = x == plain[key]
         if not is_known:
             wrong.append(key)
-    if arch != "llama" and own.get("attention.sliding_window"):
-        # which layers have the window is not in the metadata
-        wrong.append("attention.sliding_window")
     require(
         not wrong,
         f"{file}: {', '.join(f'{key}={own[key]}' for key in wrong)} has no equivalent here: choose "
@@ -227,7 +222,7 @@ def export_model(model):
         patterns = ("FN",) if name == "smollm3" else ("F",)
         has = FAMILIES[name].has | {"mlp": ("swiglu",)}
         allowed[name] = dataclasses.replace(FAMILIES[name], patterns=patterns, has=has)
-    rotated = [is_rotated(config, i) for i in range(config.n_layer)]
+    rotated = [has_positions(config, i) for i in range(config.n_layer)]
     if rotated != [(i + 1) % 4 != 0 for i in range(config.n_layer)]:
         del allowed["smollm3"]
     name = convert.choose_family(model, allowed, "llama.cpp")

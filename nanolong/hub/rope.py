@@ -21,13 +21,6 @@ OPTIONS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-# Everything that is read. mlx-lm has the last two in place of attention_factor.
-KEYS = {
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
-    *("partial_rotary_factor", "attention_factor", "mscale", "mscale_all_dim"),
-    *("llama_4_scaling_beta", "short_mscale", "long_mscale"),
-    *(name for names in OPTIONS.values() for name in names),
-}
 
 
 def by_kind(parameters):
@@ -40,7 +33,7 @@ def by_kind(parameters):
 # Reading
 
 
-def read_rope(c, family, uses_window, lengths):
+def read_rope(c, uses_window, lengths):
     """Return the settings of GPTConfig for the RoPE of a config.
 
     uses_window: of each layer, since families differ in whether these have a RoPE of their own.
@@ -48,37 +41,26 @@ def read_rope(c, family, uses_window, lengths):
     """
     parameters = c.rope_parameters
     if by_kind(parameters) == [parameters]:
-        return read_parameters(c, parameters, None, family, lengths)
-    found = {}
-    for kind in ("full_attention", "sliding_attention"):
-        if (kind == "sliding_attention") in uses_window:
+        return read_parameters(c, parameters, None, lengths)
+    found = []
+    for kind, has_window in (("full_attention", False), ("sliding_attention", True)):
+        if has_window in uses_window:
             # transformers looks for truncate outside
             p = {**parameters[kind], "truncate": parameters.get("truncate", True)}
-            found[kind] = read_parameters(c, p, kind, family, lengths)
-    settings = next(iter(found.values()))
-    local = found.get("sliding_attention", settings)
-    extension = settings["extension"]
-    require(
-        local["extension"] in (None, extension) and local["p_rope"] == settings["p_rope"],
-        "layers with a window have another scaling of RoPE than those without, and here they have "
-        "the same or none: choose another checkpoint",
-    )
+            found.append(read_parameters(c, p, kind, lengths))
+    settings, local = found[0], found[-1]
     if local["rope_base"] != settings["rope_base"]:
         settings["rope_local_base"] = local["rope_base"]
-    if extension and not local["extension"]:
-        extension["layers"] = "full"
+    # here layers with a window have the scaling of the others, or none
+    if settings["extension"] and not local["extension"]:
+        settings["extension"]["layers"] = "full"
     return settings
 
 
-def read_parameters(c, p, layer_type, family, lengths):
+def read_parameters(c, p, layer_type, lengths):
     """Return the settings of GPTConfig for rope_parameters that hold for one kind of layer."""
     kind = p.get("rope_type", "default")
     base, fraction = p["rope_theta"], p.get("partial_rotary_factor") or 1.0
-    require(
-        fraction == 1 or family.partial or kind == "proportional",
-        f"partial_rotary_factor is {fraction}, and transformers' own models of this type rotate "
-        "whole heads: set it to 1, if that is meant",
-    )
     # proportional has the frequencies of the whole head, others those of the rotated part
     is_p_rope = kind == "proportional"
     settings = {
@@ -89,10 +71,6 @@ def read_parameters(c, p, layer_type, family, lengths):
         "extension": None,
     }
     factor = p.get("factor")
-    require(
-        factor is None or factor >= 1,
-        f"the factor of RoPE's scaling is {factor}, and it is at least 1: download it again",
-    )
     if kind == "default" or (is_p_rope and factor in (None, 1)):
         return settings
     original, length = read_lengths(kind, factor, c.max_position_embeddings, p, lengths)
@@ -152,16 +130,12 @@ def write_rope(config, pos, family):
     They are the first of candidates() from which transformers computes these frequencies.
     """
     method = config.extension["method"] if config.extension else "none"
-    require(
-        method not in rope_scaling.EVALUATION_ONLY,
-        f"method {method!r} replaces attention, and transformers has nothing like it: extend the "
-        "model by another --method",
-    )
     # longrope has two tables; ntk-lceg follows the context length, not the text
+    is_dynamic = pos.is_dynamic and method not in ("longrope", "ntk-lceg")
     require(
-        not pos.is_dynamic or method in ("longrope", "ntk-lceg"),
-        f"method {method!r} follows the length of the text, and a config has fixed frequencies: "
-        "extend by a static --method, or fix the length by --options=length=N",
+        not is_dynamic and method not in rope_scaling.EVALUATION_ONLY,
+        f"method {method!r} follows the length of the text or replaces attention, and a config has "
+        "fixed frequencies: extend by a static --method, or fix the length by --options=length=N",
     )
     if pos.is_dynamic:
         pos = copy.deepcopy(pos)  # the model's follows the length of its inputs

@@ -10,11 +10,6 @@ from data.tokenizer import (
 )
 from nanolong import tokenizer_files
 
-NOT_WRITTEN = (
-    "no tokenizer is written, because only one of bytes and a tokenizer.json are: the export works "
-    "on token ids (for text, give --tokenizer=DIR of the tokenizer.json of this vocabulary)"
-)
-
 
 def make_exported(tokenizer, adds_bos: bool, length: int):
     """Return a tokenizer with the files that are written, or None for characters and tiktoken's.
