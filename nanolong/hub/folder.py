@@ -14,6 +14,7 @@ from nanolong.errors import UserError, require
 from nanolong.hub.families import FAMILIES
 from nanolong.hub.rope import by_kind
 from nanolong.hub.verify import as_user_error
+from nanolong.run import sync
 from nanolong.tokenizer_files import FILES
 
 # no folder below the first, and no second copy of the weights, as Mistral's have
@@ -38,8 +39,9 @@ def find_folder(source):
     if Path(source).is_dir():
         return Path(source)
     name = source.removeprefix("hf://")
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith(".")
     require(
-        re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."),
+        is_name and not name.endswith((".gguf", ".pt")),
         f"there is no folder or file {source}: give a folder, a file, or ORG/NAME, the name of a "
         "model on huggingface.co",
     )
@@ -136,7 +138,8 @@ def text_half(whole, tensors):
 
 
 def write_folder(folder, theirs, tokenizer):
-    """Write transformers' model and the files of a tokenizer, or None, to an empty folder."""
+    """Write transformers' model and the files of a tokenizer, or None, to a new folder."""
+    folder.mkdir()
     for name, content in tokenizer.files.items() if tokenizer else ():
         (folder / name).write_bytes(content)
     theirs.save_pretrained(folder, max_shard_size=MAX_FILE_SIZE)
@@ -178,6 +181,8 @@ def whole(target, write):
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         write(part)
+        for file in (*part.glob("*"), part):
+            sync(file)
         os.rename(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)

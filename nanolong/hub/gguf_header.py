@@ -12,8 +12,6 @@ import gguf
 import numpy as np
 import torch
 
-from nanolong.errors import UserError
-
 MAX_HEADER_BYTES = 1 << 26  # the vocabularies and merges of the largest models take a fifth of it
 # type of a metadata value -> code of the struct module
 NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -81,7 +79,7 @@ class Header:
         # of a file of the other byte order the version is a large number
         version = self.number("I")
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError("it does not begin as one of version 2 or 3 does")
+            raise ValueError("it does not begin as a GGUF file of version 2 or 3 does")
         n_tensors, n_values = self.take("Q", 2)
         metadata, tensors = {}, {}
         for _ in range(n_values):
@@ -104,24 +102,15 @@ class Header:
 
 
 def read_header(file):
-    """Return (metadata, tensors: name -> Place). Raises UserError for a file that is not whole."""
-    try:
-        with open(file, "rb") as stream:
-            return Header(stream.read(MAX_HEADER_BYTES)).parse(stream.seek(0, 2))
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
-        raise UserError(f"{file} is not a whole GGUF file ({error}): download it again") from None
+    """Return (metadata, tensors: name -> Place). Errors of a damaged file are of any kind."""
+    with open(file, "rb") as stream:
+        return Header(stream.read(MAX_HEADER_BYTES)).parse(stream.seek(0, 2))
 
 
 def read_tensor(file, place):
-    """Return the values of a tensor, float32. Raises UserError for a type that is not known."""
+    """Return the values of a tensor, float32."""
     # a block of quantised values has them in a row
     rows = np.memmap(file, np.uint8, "r", place.offset, (place.n_bytes,))
     rows = rows.reshape(math.prod(place.shape[:-1]), -1)
-    try:
-        values = gguf.quants.dequantize(rows, place.kind)
-    except NotImplementedError:
-        raise UserError(
-            f"{file} has tensors of the type {place.kind.name}, which the gguf package cannot "
-            "dequantise: choose another quantisation of the model"
-        ) from None
+    values = gguf.quants.dequantize(rows, place.kind)
     return torch.from_numpy(np.array(values, np.float32)).reshape(place.shape)

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 import rope_scaling
 from nanolong.errors import UserError, require
-from nanolong.hub import convert
+from nanolong.hub import convert, gguf_tokenizer
 from nanolong.hub.families import FAMILIES, has_positions, head_dim, tensor_layout
 from nanolong.hub.folder import Source
 from nanolong.hub.gguf_header import read_header, read_tensor
@@ -63,7 +63,6 @@ def find_names(arch, n_layer):
 
 def read_gguf(file):
     """Return the Source of a file. Raises UserError for what has no equivalent."""
-    require(file.is_file(), f"there is no file {file}: give that of a GGUF model on this machine")
     with as_user_error(file):
         metadata, places = read_header(file)
         arch = metadata.get("general.architecture")
@@ -211,7 +210,7 @@ YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 def export_model(model):
-    """Do as convert.export_model(), for the models that llama.cpp has; returns its RoPE too.
+    """Do as convert.export_model(), for the models that llama.cpp has.
 
     It applies no window in these, has SiLU in every MLP whatever a config says, and leaves RoPE out
     of every fourth layer of a SmolLM3.
@@ -227,16 +226,17 @@ def export_model(model):
         del allowed["smollm3"]
     name = convert.choose_family(model, allowed, "llama.cpp")
     c, factors = convert.write_config(model, name)
-    rope, table = write_rope(c.rope_parameters, model, name)
+    _, table = write_rope(c, model)
     if table is not None:
         # its angles have no factor on cos and sin in llama.cpp: the queries get all of it
         factors = dict.fromkeys(factors, 1.0)
-    return c, convert.export_tensors(model, c, factors), (rope, table)
+    return c, convert.export_tensors(model, c, factors)
 
 
-def write_rope(p, model, arch):
+def write_rope(c, model):
     """Return (metadata, the table that divides the frequencies or None)."""
-    config, kind = model.config, p["rope_type"]
+    config, p = model.config, c.rope_parameters
+    kind = p["rope_type"]
     rope = {"rope.freq_base": float(p["rope_theta"]), "rope.scaling.type": "none"}
     if kind == "default":
         return rope, None
@@ -249,24 +249,26 @@ def write_rope(p, model, arch):
         "llama.cpp chooses longrope's table by its cache's size: leave out short_factor",
     )
     require(
-        ARCHITECTURES[arch][1],
-        f"llama.cpp reads no RoPE table for {arch}: extend by --method=yarn, pi or ntk",
+        ARCHITECTURES[c.model_type][1],
+        f"llama.cpp reads no RoPE table for {c.model_type}: extend by --method=yarn, pi or ntk",
     )
     plain, _ = rope_scaling.none(p["rope_theta"], config.head_dim, 1, 1.0)
     return rope, (plain / model.pos.inv_freq).clamp(max=1e30).float()
 
 
-def write_gguf(file, model, c, tensors, rope, store, tokenizer_metadata):
-    """Write what export_model() returned. store: a key of TYPES."""
+def write_gguf(file, model, c, tensors, store, tokenizer):
+    """Write what export_model() returned, and a tokenizer. store: a key of TYPES."""
     arch, config = c.model_type, model.config
+    rope, table = write_rope(c, model)
     writer = gguf.GGUFWriter(None, arch)
-    values = {key: getattr(c, theirs, None) for key, theirs in FIELDS.items()} | rope[0]
+    values = {key: getattr(c, theirs, None) for key, theirs in FIELDS.items()} | rope
     values["context_length"] = config.block_size
     head = ("attention.key_length", "attention.value_length", "rope.dimension_count")
     values |= dict.fromkeys(head, config.head_dim)
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     add |= {str: writer.add_string, list: writer.add_array}
-    values = {f"{arch}.{key}": x for key, x in values.items()} | tokenizer_metadata
+    values = {f"{arch}.{key}": x for key, x in values.items()}
+    values |= gguf_tokenizer.tokenizer_metadata(tokenizer, model)
     for key, x in values.items():
         if x is not None:
             add[type(x)](key, x)
@@ -276,8 +278,8 @@ def write_gguf(file, model, c, tensors, rope, store, tokenizer_metadata):
         writer.add_name(model.meta["imported"])
     if store == "q8_0":
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    if rope[1] is not None:
-        writer.add_tensor(ROPE_TABLES[0], rope[1].numpy())
+    if table is not None:
+        writer.add_tensor(ROPE_TABLES[0], table.numpy())
     for theirs, name in find_names(arch, config.n_layer):
         if theirs not in tensors:
             continue

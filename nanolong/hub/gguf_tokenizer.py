@@ -12,6 +12,7 @@ from data.tokenizer import rust_errors
 from nanolong import chat, tokenizer_files
 from nanolong.errors import UserError
 from nanolong.hub.tokenizer import put_first
+from nanolong.hub.verify import as_user_error
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -65,10 +66,8 @@ def read_tokenizer(file, metadata, vocab_size):
         text = build_tokenizer(metadata, settings).to_str()
     config = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     files = {"tokenizer.json": text.encode(), "tokenizer_config.json": config.encode()}
-    try:
+    with as_user_error(file):
         return *tokenizer_files.make_tokenizer(files, {}, vocab_size), ""
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
 
 
 def first_token(file, metadata, n_tokens):

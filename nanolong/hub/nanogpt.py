@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig
 
-from nanolong.errors import UserError, require
+from nanolong.errors import UserError
 from nanolong.hub.folder import Source
 
 SIZES = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
@@ -14,7 +14,6 @@ def read_checkpoint(file):
 
     Raises UserError for any other file. No program in it is run.
     """
-    require(file.is_file(), f"there is no file {file}: give the ckpt.pt of nanoGPT")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         sizes = {name: int(content["model_args"][name]) for name in SIZES}

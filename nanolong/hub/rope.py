@@ -11,12 +11,11 @@ import rope_scaling
 from nanolong.errors import UserError, require
 
 # rope_type -> method, if it has another name here
-METHODS = {"linear": "pi", "dynamic": "dynamic-ntk", "proportional": "pi"}
+METHODS = {"linear": "pi", "dynamic": "dynamic-ntk"}
 OPTIONS = {
     "default": (),
     "linear": (),
     "dynamic": (),
-    "proportional": (),
     "yarn": ("beta_fast", "beta_slow", "truncate"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
@@ -60,19 +59,15 @@ def read_rope(c, uses_window, lengths):
 def read_parameters(c, p, layer_type, lengths):
     """Return the settings of GPTConfig for rope_parameters that hold for one kind of layer."""
     kind = p.get("rope_type", "default")
-    base, fraction = p["rope_theta"], p.get("partial_rotary_factor") or 1.0
-    # proportional has the frequencies of the whole head, others those of the rotated part
-    is_p_rope = kind == "proportional"
     settings = {
-        "rope_base": float(base),
-        "rope_fraction": 1.0 if is_p_rope else fraction,
-        "p_rope": fraction if is_p_rope else 1.0,
+        "rope_base": float(p["rope_theta"]),
+        "rope_fraction": p.get("partial_rotary_factor") or 1.0,
         "block_size": c.max_position_embeddings,
         "extension": None,
     }
-    factor = p.get("factor")
-    if kind == "default" or (is_p_rope and factor in (None, 1)):
+    if kind == "default":
         return settings
+    factor = p.get("factor")
     original, length = read_lengths(kind, factor, c.max_position_embeddings, p, lengths)
     options = {key: p[key] for key in OPTIONS[kind] if p.get(key) is not None}
     if {"attention_factor", "mscale"} & p.keys() and kind in ("yarn", "longrope"):
@@ -105,8 +100,8 @@ def read_lengths(kind, factor, length, p, lengths):
         # the factor of llama3 is not that of the lengths; model cards add YaRN and leave the length
         has_both = length > original and (kind in ("llama3", "longrope") or length > extended)
         return original, length if has_both else extended
-    if kind in ("linear", "proportional") and round(length * factor) not in lengths:
-        return round(length / factor), length
+    if kind == "linear" and round(length * factor) not in lengths:
+        return max(1, round(length / factor)), length
     # transformers computes the others from this length as the original one
     return length, round(length * factor)
 
@@ -156,10 +151,7 @@ def write_rope(config, pos, family):
             head_dim=config.head_dim,
         )
         inv_freq, factor = compute(c, c.rope_parameters)
-        # proportional has no frequencies of pairs that are not rotated
-        theirs = torch.zeros_like(pos.inv_freq)
-        theirs[: len(inv_freq)] = inv_freq.double()[: len(theirs)]
-        if torch.allclose(theirs, pos.inv_freq, rtol=3e-6, atol=1e-20):
+        if torch.allclose(inv_freq.double(), pos.inv_freq, rtol=3e-6, atol=1e-20):
             return p, factor
     raise UserError(
         f"RoPE in {pos.rotary_dim} of {config.head_dim} channels by method {method!r} has no "
@@ -187,9 +179,6 @@ def candidates(config, pos):
         yield longrope | {key: options[key] for key in OPTIONS["longrope"]}
         return
     yield {"rope_type": "default", **base}
-    if config.p_rope < 1:
-        more = {"partial_rotary_factor": config.p_rope, "factor": factor}
-        yield {"rope_type": "proportional", **base, **more}
     if pos.rotary_dim > 2 and pos.inv_freq[-1] > 0 and pos.attention_factor == 1:
         # another base: the slowest pair has base^(-(dim - 2) / dim)
         slowest = pos.inv_freq[-1].item() ** (-pos.rotary_dim / (pos.rotary_dim - 2))

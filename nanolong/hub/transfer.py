@@ -33,9 +33,8 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
     with as_user_error(source):
         theirs = load_theirs(found.c, found.tensors)
         model = import_model(GPT, found.c, theirs.state_dict(), found.lengths, context_length)
-    kept, bos, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
-    with as_user_error(source):
         report = compare(model, theirs) if verify else []
+    kept, bos, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
     meta = {
         "config": asdict(model.config),
         "tokenizer": kept and kept.to_json(),
@@ -56,17 +55,14 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
 def open_source(source):
     """Return where a model is on this machine, and its Source."""
     path = Path(source)
-    start = b""
-    if path.is_file():
-        with open(path, "rb") as stream:
-            start = stream.read(4)
+    if not path.is_file():
+        folder = find_folder(source)
+        return folder, read_folder(folder)
+    with open(path, "rb") as stream:
+        start = stream.read(4)
     # ollama's files have no suffix
-    if start == b"GGUF" or path.suffix.lower() == ".gguf":
-        return path, gguf_model.read_gguf(path)
-    if path.is_file() or path.suffix == ".pt":
-        return path, nanogpt.read_checkpoint(path)
-    folder = find_folder(source)
-    return folder, read_folder(folder)
+    is_gguf = start == b"GGUF" or path.suffix.lower() == ".gguf"
+    return path, gguf_model.read_gguf(path) if is_gguf else nanogpt.read_checkpoint(path)
 
 
 def open_tokenizer(place, found, named, vocab_size):
@@ -143,34 +139,37 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
     or if transformers computes other logits.
     """
     target = Path(target)
+    is_gguf = target.suffix.lower() == ".gguf"
     own = tokenizer_from_json(model.meta.get("tokenizer"))
     tokenizer = find_tokenizer(model, own, tokenizer_from)
-    if target.suffix.lower() == ".gguf":
-        export_gguf(model, target, verify, tokenizer, store)
-        return
-    c, tensors = export_model(model)
-    dtype = export_dtype(model, tensors)
-    tensors = {name: x.to(dtype) for name, x in tensors.items()}
+    c, tensors = gguf_model.export_model(model) if is_gguf else export_model(model)
     known = tokenizer or own
     if known:
         # a vocabulary of ours has one token that starts and ends every document
         c.bos_token_id = known.bos
         c.eos_token_id = known.bos if known.eos is None else known.eos
+    if store == "auto":
+        store = export_dtype(model, tensors)
 
     def write(part):
-        part.mkdir()
-        write_folder(part, load_theirs(c, tensors), tokenizer)
+        if is_gguf:
+            gguf_model.write_gguf(part, model, c, tensors, store, tokenizer)
+            found = gguf_model.read_gguf(part)
+        else:
+            stored = {name: x.to(getattr(torch, store)) for name, x in tensors.items()}
+            write_folder(part, load_theirs(c, stored), tokenizer)
+            found = read_folder(part)
         kind = by_kind(getattr(c, "rope_parameters", None))[0].get("rope_type", "none")
-        text = f"{target}: {c.model_type}, rope_type {kind}, {model.config.block_size} tokens, "
-        print(text + str(dtype).removeprefix("torch."))
-        # what was written is read again
-        found = read_folder(part)
-        print_report(compare(model, load_theirs(found.c, found.tensors)) if verify else [])
-        for file in part.iterdir():
-            run.sync(file)
+        length = model.config.block_size
+        print(f"{target}: {c.model_type}, rope_type {kind}, {length} tokens, {store}")
+        # what was written is read again, but for matrices that a GGUF file has rounded
+        is_rounded = is_gguf and store != "float32"
+        read = tensors if is_rounded else found.tensors
+        print_report(compare(model, load_theirs(found.c, read)) if verify else [])
 
     whole(target, write)
-    note_clients(c, model.config)
+    if not is_gguf:
+        note_clients(c, model.config)
 
 
 def find_tokenizer(model, own, named):
@@ -195,10 +194,9 @@ def find_tokenizer(model, own, named):
 
 
 def export_dtype(model, tensors):
-    """Return the dtype of the exported weights: as stored, or float32 if queries are scaled."""
-    names = {name: x for name, x in tensors.items() if x.dim() == 2}
-    is_stored = all(x.dtype == model.stored_dtype for x in names.values())
-    return model.stored_dtype if is_stored else torch.float32
+    """Return the name of the exported weights' dtype: as stored; float32 if queries are scaled."""
+    is_stored = all(x.dtype == model.stored_dtype for x in tensors.values() if x.dim() == 2)
+    return str(model.stored_dtype if is_stored else torch.float32).removeprefix("torch.")
 
 
 # what mlx-lm 0.32.2 computes as transformers does: without a window, only with RoPE that is not
@@ -214,29 +212,10 @@ def note_clients(c, config):
     kind = rope.get("rope_type", "default")
     known = MLX_LM | MLX_LM_WINDOW | (MLX_LM_PLAIN if kind == "default" else set())
     is_read = c.model_type in (MLX_LM_WINDOW if config.window else known)
-    is_read &= kind != "proportional" and rope.get("truncate", True)
+    is_read &= rope.get("truncate", True)
     if c.model_type == "olmo3":
         is_read &= not config.rope_local_base
     if c.model_type == "gemma3_text":
         is_read &= hasattr(c, "sliding_window_pattern")
     if not is_read:
         print(f"note: mlx-lm has no {c.model_type} like this, or computes it otherwise")
-
-
-def export_gguf(model, target, verify, tokenizer, store):
-    """Write a model to one GGUF file."""
-    c, tensors, rope = gguf_model.export_model(model)
-    if store == "auto":
-        store = str(export_dtype(model, tensors)).removeprefix("torch.")
-    metadata = gguf_tokenizer.tokenizer_metadata(tokenizer, model)
-
-    def write(part):
-        gguf_model.write_gguf(part, model, c, tensors, rope, store, metadata)
-        found = gguf_model.read_gguf(part)
-        print(f"{target}: {c.model_type}, {model.config.block_size} tokens, {store}")
-        # matrices that are rounded would differ: those of the model stand for them
-        tensors_read = found.tensors if store == "float32" else tensors
-        print_report(compare(model, load_theirs(found.c, tensors_read)) if verify else [])
-        run.sync(part)
-
-    whole(target, write)
