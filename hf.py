@@ -69,7 +69,6 @@ def main(argv=None):
     if direction == "import":
         known = cfg.store in ("auto", "float32", "bfloat16")
         require(known, f"--store={cfg.store} is for export: give float32 or bfloat16")
-        require(cfg.context_length >= 0, "--context_length is a number of tokens: give at least 1")
         options = (cfg.store, cfg.tokenizer, cfg.verify, cfg.context_length)
         transfer.import_to(GPT, source, target, *options)
         return

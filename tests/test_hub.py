@@ -139,27 +139,22 @@ KNOWN = {"original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
-    "rope, config, model_max_length, context_length, lengths",
+    "rope, config, context_length, lengths",
     [
-        (LINEAR, {}, None, 0, (64, 256)),
-        (LINEAR, {}, 1024, 0, (256, 1024)),
-        (LINEAR, {}, None, 1024, (256, 1024)),
-        ({**LINEAR, **KNOWN}, {}, None, 512, (64, 512)),
-        ({**YARN, "original_max_position_embeddings": 128}, {}, None, 0, (128, 512)),
-        (YARN, {}, None, 0, (256, 1024)),
-        (LINEAR, {"tokenizer_model_max_length": 1024}, 10**30, 0, (256, 1024)),
-        ({**LLAMA3, "original_max_position_embeddings": 256}, {}, None, 0, (256, 1024)),
-        ({"rope_type": "default", "rope_theta": 1e4}, {}, 4096, 0, (256, 256)),
+        (LINEAR, {}, 0, (64, 256)),
+        (LINEAR, {}, 1024, (256, 1024)),
+        ({**LINEAR, **KNOWN}, {}, 512, (64, 512)),
+        ({**YARN, "original_max_position_embeddings": 128}, {}, 0, (128, 512)),
+        (YARN, {}, 0, (256, 1024)),
+        (LINEAR, {"max_sequence_length": 1024}, 0, (256, 1024)),
+        ({**LLAMA3, "original_max_position_embeddings": 256}, {}, 0, (256, 1024)),
+        ({"rope_type": "default", "rope_theta": 1e4}, {"model_max_length": 4096}, 0, (256, 256)),
     ],
 )
-def test_lengths_are_read(rope, config, model_max_length, context_length, lengths, hf, tmp_path):
+def test_lengths_are_read(rope, config, context_length, lengths, hf, tmp_path):
     """max_position_embeddings, 256, is the original or the extended length: other facts say."""
     changes = {"rope_parameters": rope, "max_position_embeddings": 256}
     place = hf(config=config, **changes)
-    if model_max_length:
-        (place / "tokenizer_config.json").write_text(
-            json.dumps({"model_max_length": model_max_length})
-        )
     model, _ = imported(place, tmp_path, context_length=context_length)
     assert (model.config.original_length, model.config.block_size) == lengths
     tokens = TOKENS[:, :50]

@@ -36,18 +36,18 @@ FREE -= {"mlp"}
 # Import
 
 
-def import_model(GPT, c, tensors, lengths=(), context_length=0):
+def import_model(GPT, c, tensors, context_length=0):
     """Return our model of a config of transformers and its tensors, name -> tensor.
 
-    A parameter shares the memory of its tensor, and has its dtype, unless it is computed. lengths:
-    context lengths in tokens that other files say; context_length: that which the user says, or 0.
-    Raises UserError for what has no equivalent.
+    A parameter shares the memory of its tensor, and has its dtype, unless it is computed.
+    context_length: in tokens, that which the user says, or 0. Raises UserError for what has no
+    equivalent.
     """
     family = FAMILIES[c.model_type]
     stored = dict(tensors)
     if c.model_type == "bloom":
         fold_bloom(stored, c)
-    settings = read_settings(c, family, stored, lengths)
+    settings = read_settings(c, family, stored)
     if context_length:
         settings |= change_length(c, settings, context_length)
     model = parallel.build_without_weights(GPT, GPT.config_class(**settings))
@@ -86,7 +86,7 @@ def fold_bloom(stored, c):
     stored["lm_head.weight"] = plain
 
 
-def read_settings(c, family, stored, lengths):
+def read_settings(c, family, stored):
     """Return the settings of GPTConfig for a config; a model has the biases that are stored."""
     fields = FIELDS | family.fields
     # what a family always has, then what its config says
@@ -111,7 +111,7 @@ def read_settings(c, family, stored, lengths):
         has_bias = [any(name.endswith(f"{x}_proj.bias") for name in stored) for x in "qo"]
         settings["bias"] = ("none", "qkv", "all")[sum(has_bias)]
     if settings["pos"] == "rope":
-        settings |= read_layers(c, family, lengths)
+        settings |= read_layers(c, family)
     return settings | family.read(c)
 
 
@@ -129,7 +129,7 @@ def change_length(c, settings, length):
     return {"block_size": length}
 
 
-def read_layers(c, family, lengths):
+def read_layers(c, family):
     """Return the settings of GPTConfig for RoPE and for layers that differ from one another."""
     n_layer = c.num_hidden_layers
     window = getattr(c, "sliding_window", None) if "W" in "".join(family.patterns) else None
@@ -143,7 +143,7 @@ def read_layers(c, family, lengths):
         uses_rope = uses_window
     if getattr(c, "position_embedding_type", "rope") != "rope":
         uses_rope = [0] * n_layer
-    settings = read_rope(c, uses_window, lengths)
+    settings = read_rope(c, uses_window)
     settings["window"] = window if any(uses_window) else 0
     if not any(uses_rope):
         settings |= {"pos": "nope", "extension": None}
@@ -224,8 +224,6 @@ def find_obstacles(model, name, family):
         found[f"--n_head={config.n_head}"] = f"an --n_head that divides {config.n_embd}"
     if getattr(model.pos, "local", None) and kinds >= {"F", "W"} and not family.by_kind:
         found["RoPE that differs in layers with a window"] = "--rope_local_base=0 and --layers=all"
-    if config.pos == "alibi" and model.pos.position_scale != 1:
-        found["extended ALiBi"] = "--method=none"
     return found
 
 

@@ -21,8 +21,6 @@ from nanolong.tokenizer_files import FILES
 DOWNLOADED = ["*.json", "*.jinja", "*.safetensors", *FILES]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]
 MAX_FILE_SIZE = "5GB"  # larger weights are written to several files, as transformers does
-# of other files and fields that say a context length in tokens
-LENGTHS = ("max_sequence_length", "model_max_length", "tokenizer_model_max_length")
 
 
 class Source(NamedTuple):
@@ -30,7 +28,6 @@ class Source(NamedTuple):
 
     c: object
     tensors: dict
-    lengths: tuple = ()  # context lengths in tokens that other files and fields say
     metadata: dict = {}  # of a GGUF file
 
 
@@ -85,17 +82,11 @@ def read_folder(folder):
         f"{folder} is quantized, and weights are read in float32, float16 or bfloat16: download "
         "the checkpoint that it was made from",
     )
-    lengths = [getattr(c, name, None) for name in LENGTHS]
-    tokenizer_config = folder / "tokenizer_config.json"
-    if tokenizer_config.is_file():
-        with as_user_error(tokenizer_config):
-            lengths.append(json.loads(tokenizer_config.read_bytes()).get("model_max_length"))
-    lengths = tuple(int(x) for x in lengths if type(x) in (int, float) and 0 < x < 1 << 30)
     with as_user_error(folder):
         tensors = read_tensors(folder)
         if c is not whole:
             tensors = text_half(whole, tensors)
-    return Source(c, tensors, lengths)
+    return Source(c, tensors)
 
 
 def read_tensors(folder):

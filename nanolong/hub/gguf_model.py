@@ -16,13 +16,8 @@ from nanolong.hub.gguf_header import read_header, read_tensor
 from nanolong.hub.verify import as_user_error
 
 # architectures that are read -> whether llama.cpp rotates adjacent channels in it, so that the rows
-# of q and k are stored in another order, and whether it has tables that divide RoPE's frequencies
-ARCHITECTURES = {
-    "llama": (True, True),
-    "qwen2": (False, False),
-    "qwen3": (False, False),
-    "smollm3": (True, False),
-}
+# of q and k are stored in another order
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False, "smollm3": True}
 FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -40,6 +35,7 @@ OTHERS = ("rope.dimension_count", "attention.value_length", "rope.freq_base", "r
 # what Llama 3.1 to 3.3 have; a file has only their table
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
+# what divides RoPE's frequencies, in llama alone
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -49,12 +45,16 @@ def swap_pairs(x, n, m):
 
 
 def find_names(arch, n_layer):
-    """Return (their name, its name in a GGUF file) of all tensors that a model can have."""
+    """Yield (their name, that in a GGUF file, whether its rows are in another order there).
+
+    Of all tensors that a model can have.
+    """
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
     for theirs, *_ in tensor_layout(FAMILIES[arch], n_layer):
         name = names.get_name(theirs, (".weight", ".bias"))
         if name is not None:
-            yield theirs, name
+            is_rotated = "attn_q." in name or "attn_k." in name
+            yield theirs, name, is_rotated and ARCHITECTURES[arch]
 
 
 # -----------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def read_gguf(file):
             f"{file} is a part of a model: join them by llama.cpp's llama-gguf-split --merge",
         )
         own = read_own(file, metadata, arch)
-        names = ROPE_TABLES if ARCHITECTURES[arch][1] else ()
+        names = ROPE_TABLES if arch == "llama" else ()
         tables = {name: read_tensor(file, places.pop(name)) for name in names if name in places}
         values = {theirs: own[key] for key, theirs in FIELDS.items() if key in own}
         require("context_length" in own, f"{file} does not say its context_length")
@@ -90,14 +90,12 @@ def read_gguf(file):
         c = AutoConfig.for_model(kind, **values | ids | {"pad_token_id": None})
         require(c.num_hidden_layers <= len(places), f"{file} has not all of its tensors")
         tensors = {}
-        for theirs, name in find_names(arch, c.num_hidden_layers):
+        for theirs, name, swapped in find_names(arch, c.num_hidden_layers):
             if name in places:
                 x = read_tensor(file, places.pop(name))
-                if ARCHITECTURES[arch][0] and ("attn_q." in name or "attn_k." in name):
-                    x = swap_pairs(x, head_dim(c) // 2, 2)
-                tensors[theirs] = x
+                tensors[theirs] = swap_pairs(x, head_dim(c) // 2, 2) if swapped else x
     require(not places, f"{file}: there is no parameter here for {', '.join(list(places)[:3])}")
-    return Source(c, tensors, metadata=metadata)
+    return Source(c, tensors, metadata)
 
 
 def read_own(file, metadata, arch):
@@ -143,8 +141,6 @@ def read_rope(file, own, tables):
         f"{file}: rope.scaling {scaling} with tables {', '.join(tables) or 'none'} has no "
         "equivalent here: choose another model"
     )
-    if any(2 * len(table) != own["rope.dimension_count"] for table in tables.values()):
-        raise refusal
     if tables or kind == "longrope":
         names = ROPE_TABLES[1:] if kind == "longrope" else ROPE_TABLES[:1] * 2
         if not tables.keys() >= set(names) or (kind != "none" and factor != 1):
@@ -249,7 +245,7 @@ def write_rope(c, model):
         "llama.cpp chooses longrope's table by its cache's size: leave out short_factor",
     )
     require(
-        ARCHITECTURES[c.model_type][1],
+        c.model_type == "llama",
         f"llama.cpp reads no RoPE table for {c.model_type}: extend by --method=yarn, pi or ntk",
     )
     plain, _ = rope_scaling.none(p["rope_theta"], config.head_dim, 1, 1.0)
@@ -280,11 +276,11 @@ def write_gguf(file, model, c, tensors, store, tokenizer):
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if table is not None:
         writer.add_tensor(ROPE_TABLES[0], table.numpy())
-    for theirs, name in find_names(arch, config.n_layer):
+    for theirs, name, swapped in find_names(arch, config.n_layer):
         if theirs not in tensors:
             continue
         x = tensors[theirs].float()
-        if ARCHITECTURES[arch][0] and ("attn_q." in name or "attn_k." in name):
+        if swapped:
             x = swap_pairs(x, 2, config.head_dim // 2)
         kind = TYPES[store] if x.dim() == 2 else "F32"
         # a block of Q8_0 holds 32 values of a row

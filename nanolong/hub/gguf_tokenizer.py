@@ -11,7 +11,7 @@ from typing import NamedTuple
 from data.tokenizer import rust_errors
 from nanolong import chat, tokenizer_files
 from nanolong.errors import UserError
-from nanolong.hub.tokenizer import put_first
+from nanolong.hub.tokenizer import put_first, to_files
 from nanolong.hub.verify import as_user_error
 
 LLAMA3_PATTERN = (
@@ -63,9 +63,7 @@ def read_tokenizer(file, metadata, vocab_size):
         return None, first_token(file, metadata, vocab_size), note
     with rust_errors(f"{file} has a damaged tokenizer", "download it again"):
         settings = tokenizer_settings(metadata)
-        text = build_tokenizer(metadata, settings).to_str()
-    config = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    files = {"tokenizer.json": text.encode(), "tokenizer_config.json": config.encode()}
+        files = to_files(build_tokenizer(metadata, settings).to_str(), settings)
     with as_user_error(file):
         return *tokenizer_files.make_tokenizer(files, {}, vocab_size), ""
 
@@ -98,10 +96,7 @@ def check_same_tokens(file, metadata, folder, package):
 def tokenizer_settings(metadata):
     """Return the content of tokenizer_config.json."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
+    settings = {}
     for name, key in SPECIAL_TOKENS.items():
         if key in metadata:
             settings[name] = tokens[metadata[key]]
@@ -163,13 +158,9 @@ def empty_bpe(pre_tokenizer, ids=None, merges=None):
 
 def tokenizer_metadata(tokenizer, model):
     """Return the metadata of an ImportedTokenizer for a model, or of none. Raises UserError."""
-    vocab_size, bos = model.config.vocab_size, model.meta.get("bos")
-    adds_bos = bos is not None
     if tokenizer is None:
-        metadata = {"tokenizer.ggml.model": "none"}
-        if adds_bos:
-            metadata |= {"tokenizer.ggml.bos_token_id": bos, "tokenizer.ggml.add_bos_token": True}
-        return metadata
+        return {"tokenizer.ggml.model": "none"}
+    vocab_size = model.config.vocab_size
     spec = json.loads(tokenizer.package.to_str())
     name = pre_tokenizer_name(spec)
     merges = spec["model"].get("merges")
@@ -189,7 +180,7 @@ def tokenizer_metadata(tokenizer, model):
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
-        "tokenizer.ggml.add_bos_token": adds_bos,
+        "tokenizer.ggml.add_bos_token": model.meta.get("bos") is not None,
         "tokenizer.ggml.add_space_prefix": False,
     }
     for name, key in SPECIAL_TOKENS.items():

@@ -20,6 +20,8 @@ OPTIONS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
+# fields that some files have, and that say a context length in tokens
+LENGTHS = ("max_sequence_length", "model_max_length", "tokenizer_model_max_length")
 
 
 def by_kind(parameters):
@@ -32,21 +34,20 @@ def by_kind(parameters):
 # Reading
 
 
-def read_rope(c, uses_window, lengths):
+def read_rope(c, uses_window):
     """Return the settings of GPTConfig for the RoPE of a config.
 
     uses_window: of each layer, since families differ in whether these have a RoPE of their own.
-    lengths: context lengths in tokens that other fields and files say.
     """
     parameters = c.rope_parameters
     if by_kind(parameters) == [parameters]:
-        return read_parameters(c, parameters, None, lengths)
+        return read_parameters(c, parameters, None)
     found = []
     for kind, has_window in (("full_attention", False), ("sliding_attention", True)):
         if has_window in uses_window:
             # transformers looks for truncate outside
             p = {**parameters[kind], "truncate": parameters.get("truncate", True)}
-            found.append(read_parameters(c, p, kind, lengths))
+            found.append(read_parameters(c, p, kind))
     settings, local = found[0], found[-1]
     if local["rope_base"] != settings["rope_base"]:
         settings["rope_local_base"] = local["rope_base"]
@@ -56,7 +57,7 @@ def read_rope(c, uses_window, lengths):
     return settings
 
 
-def read_parameters(c, p, layer_type, lengths):
+def read_parameters(c, p, layer_type):
     """Return the settings of GPTConfig for rope_parameters that hold for one kind of layer."""
     kind = p.get("rope_type", "default")
     settings = {
@@ -68,7 +69,7 @@ def read_parameters(c, p, layer_type, lengths):
     if kind == "default":
         return settings
     factor = p.get("factor")
-    original, length = read_lengths(kind, factor, c.max_position_embeddings, p, lengths)
+    original, length = read_lengths(c, p, kind)
     options = {key: p[key] for key in OPTIONS[kind] if p.get(key) is not None}
     if {"attention_factor", "mscale"} & p.keys() and kind in ("yarn", "longrope"):
         options["attention_factor"] = float(compute(c, p, layer_type)[1])
@@ -86,12 +87,11 @@ def read_parameters(c, p, layer_type, lengths):
     return settings
 
 
-def read_lengths(kind, factor, length, p, lengths):
-    """Return the original and the extended context length in tokens.
-
-    length: max_position_embeddings, which is either, by the convention of whoever wrote it.
-    lengths: what other fields and files say.
-    """
+def read_lengths(c, p, kind):
+    """Return the original and the extended context length in tokens."""
+    # it is either, by the convention of whoever wrote it
+    length = c.max_position_embeddings
+    factor = p.get("factor")
     original = int(p.get("original_max_position_embeddings") or 0)
     if not factor:
         return original or length, length
@@ -100,7 +100,8 @@ def read_lengths(kind, factor, length, p, lengths):
         # the factor of llama3 is not that of the lengths; model cards add YaRN and leave the length
         has_both = length > original and (kind in ("llama3", "longrope") or length > extended)
         return original, length if has_both else extended
-    if kind == "linear" and round(length * factor) not in lengths:
+    others = [getattr(c, name, None) for name in LENGTHS]
+    if kind == "linear" and round(length * factor) not in others:
         return max(1, round(length / factor)), length
     # transformers computes the others from this length as the original one
     return length, round(length * factor)
@@ -135,8 +136,7 @@ def write_rope(config, pos, family):
     if pos.is_dynamic:
         pos = copy.deepcopy(pos)  # the model's follows the length of its inputs
         pos.update_tables(config.block_size)
-    fits = pos.rotary_dim == config.head_dim or family.partial
-    for p in candidates(config, pos) if fits else ():
+    for p in candidates(config, pos):
         if p["rope_type"] not in (family.rope_types or OPTIONS):
             continue
         if p["rope_type"] != "default":
@@ -154,8 +154,8 @@ def write_rope(config, pos, family):
         if torch.allclose(inv_freq.double(), pos.inv_freq, rtol=3e-6, atol=1e-20):
             return p, factor
     raise UserError(
-        f"RoPE in {pos.rotary_dim} of {config.head_dim} channels by method {method!r} has no "
-        "equivalent in this family of transformers: choose another --method, or whole heads"
+        f"RoPE by method {method!r} has no equivalent in this family of transformers: choose "
+        "another --method"
     )
 
 

@@ -32,9 +32,9 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
     place, found = open_source(source)
     with as_user_error(source):
         theirs = load_theirs(found.c, found.tensors)
-        model = import_model(GPT, found.c, theirs.state_dict(), found.lengths, context_length)
+        model = import_model(GPT, found.c, theirs.state_dict(), context_length)
+        kept, bos, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
         report = compare(model, theirs) if verify else []
-    kept, bos, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
     meta = {
         "config": asdict(model.config),
         "tokenizer": kept and kept.to_json(),
@@ -81,10 +81,8 @@ def open_tokenizer(place, found, named, vocab_size):
         return tokenizer, bos, ""
     if found.metadata:
         return gguf_tokenizer.read_tokenizer(place, found.metadata, vocab_size)
-    note = (
-        f"no tokenizer.json belongs to {place}: the model works on token ids only (for text, give "
-    )
-    note += "--tokenizer=DIR of one; of a tokenizer.model transformers writes it)"
+    note = f"no tokenizer.json belongs to {place}: the model works on token ids only (for text, "
+    note += "give --tokenizer=DIR of one; of a tokenizer.model transformers writes it)"
     return None, None, note
 
 
@@ -164,8 +162,8 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
         print(f"{target}: {c.model_type}, rope_type {kind}, {length} tokens, {store}")
         # what was written is read again, but for matrices that a GGUF file has rounded
         is_rounded = is_gguf and store != "float32"
-        read = tensors if is_rounded else found.tensors
-        print_report(compare(model, load_theirs(found.c, read)) if verify else [])
+        stored = tensors if is_rounded else found.tensors
+        print_report(compare(model, load_theirs(found.c, stored)) if verify else [])
 
     whole(target, write)
     if not is_gguf:

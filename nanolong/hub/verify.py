@@ -106,14 +106,12 @@ def compare(model, theirs):
     kinds = [config.layer_kind(layer) for layer in range(config.n_layer)]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     far = far_positions(config, has_window=False)
+    # a long window hides no key at positions with gaps
+    plans = [(first, 4 * MAX_POSITION if config.window else 0, far)]
     if config.window:
-        # a short window shows which layers have it
-        plans = [(range(config.n_layer), N_TOKENS // 2, tokens)]
-        # a long one hides no key at positions with gaps
-        plans.append((first, 4 * MAX_POSITION, far))
+        # a short one shows which layers have it
+        plans.append((range(config.n_layer), N_TOKENS // 2, tokens))
         plans.append((first, 0, far_positions(config, has_window=True)))
-    else:
-        plans = [(first, 0, far)]
     for layers, window, positions in plans:
         small = cut_ours(model, layers, window), cut_theirs(theirs, layers, window)
         passes.append((*small, positions))
