@@ -242,10 +242,6 @@ HOSTILE = {
     "a bias": (change(attention_bias=True), "config.json describes"),
     "a RoPE type": (rope("spiral"), "cannot be used (KeyError: 'spiral')"),
     "a Mamba layer": (change(layer_types=["mamba"] * 3), "(KeyError: 'linear_attention')"),
-    "integers": (
-        with_tensor("model.norm.weight", torch.ones(48, dtype=torch.int8)),
-        "that is not quantized",
-    ),
     "an activation function": (change(hidden_act="relu"), "relu"),
     "half-rotated heads": (
         rope("linear", partial_rotary_factor=0.5),
@@ -319,6 +315,9 @@ def test_a_hub_id_is_downloaded(hf, tmp_path, monkeypatch):
     for number, source in enumerate(("ORG/Some-Model_1.5", "hf://ORG/Some-Model_1.5")):
         quietly(import_to, GPT, source, tmp_path / f"run{number}")
         assert download.call_args.args == ("ORG/Some-Model_1.5",)
+    download.side_effect = OSError("no network")
+    with pytest.raises(UserError, match="there is no folder a/b, and a/b of .*no network"):
+        import_to(GPT, "a/b", tmp_path / "run2")
     allowed = download.call_args.kwargs["allow_patterns"]
     assert {"*.json", "*.safetensors", "*.jinja", "tokenizer.model"} <= {*allowed}
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in allowed)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
 
-from nanolong.errors import UserError, require
+from nanolong.errors import require
 from nanolong.hub.families import FAMILIES
 from nanolong.hub.rope import by_kind
 from nanolong.hub.verify import as_user_error
@@ -44,17 +44,11 @@ def find_folder(source):
     )
     from huggingface_hub import snapshot_download
 
-    try:
-        patterns = {"allow_patterns": DOWNLOADED, "ignore_patterns": NOT_DOWNLOADED}
-        return Path(snapshot_download(name, **patterns))
     # it raises its own errors, and those of the network, of many kinds
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"there is no folder {source}, and it cannot be downloaded from huggingface.co "
-            f"({type(error).__name__}: {reason}): give a folder that is here, or ORG/NAME of a "
-            "model; for one that asks for your consent, set HF_TOKEN"
-        ) from None
+    with as_user_error(f"there is no folder {source}, and {name} of huggingface.co"):
+        return Path(
+            snapshot_download(name, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED)
+        )
 
 
 # -----------------------------------------------------------------------------

@@ -56,12 +56,6 @@ def load_theirs(c, tensors):
     Raises UserError unless the model has all of its tensors, and these shapes.
     """
     tensors = {name: x for name, x in tensors.items() if not name.endswith(REDUNDANT)}
-    dtypes = {x.dtype for x in tensors.values()}
-    require(
-        all(dtype.is_floating_point for dtype in dtypes),
-        f"it has weights of {', '.join(map(str, dtypes))}, and they are read in float32, float16 "
-        "or bfloat16: download the checkpoint that is not quantized",
-    )
     # checked first: an absurd number of layers takes long to build even without memory
     require(
         c.num_hidden_layers <= len(tensors),
@@ -79,7 +73,7 @@ def load_theirs(c, tensors):
         f"its config.json describes {n_needed:,} parameters and its files hold {n_stored:,} (there "
         f"is no {', '.join(absent[:3])}): download both again",
     )
-    dtype = functools.reduce(torch.promote_types, dtypes)
+    dtype = functools.reduce(torch.promote_types, {x.dtype for x in tensors.values()})
     options = {"dtype": torch.float32 if dtype == torch.float64 else dtype, "config": c}
     options |= {"state_dict": tensors, "output_loading_info": True}
     theirs, info = type(empty).from_pretrained(None, **options)
