@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +25,7 @@ from interchange import (
 )
 from safetensors.torch import load_file, save_file
 
-from data import CharTokenizer
+from data import ByteTokenizer, CharTokenizer
 from model import GPT
 from nanolong.errors import UserError
 from nanolong.hub import convert, transfer, verify
@@ -225,6 +226,11 @@ def cut_file(place):
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def copy_weights(place):
+    shutil.copy(place / "model.safetensors", place / "model-00002.safetensors")
+    (place / "model.safetensors").rename(place / "model-00001.safetensors")
+
+
 def leave_pickle(place):
     (place / "model.safetensors").rename(place / "pytorch_model.bin")
 
@@ -257,6 +263,7 @@ HOSTILE = {
     ),
     "a tensor too many": (with_tensor("model.x", torch.ones(3)), "model.x missing, or too many"),
     "a file cut off": (cut_file, "model.safetensors cannot be used (SafetensorError"),
+    "weights twice": (copy_weights, "of another file: remove one of them"),
     "a pickle": (leave_pickle, "(a pickle, such as pytorch_model.bin, is not read"),
 }
 
@@ -421,6 +428,20 @@ def test_an_export_says_that_a_vocabulary_of_characters_is_not_written(name, tmp
     assert again.meta["tokenizer"] is None
     tokens = TOKENS[:, :60] % 3
     assert torch.equal(again(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("bos", [None, 256])
+def test_transformers_encodes_by_exported_bytes(bos, tmp_path):
+    from transformers import AutoTokenizer
+
+    model = make_ours({"vocab_size": 257}, None)
+    model.meta = {"tokenizer": ByteTokenizer().to_json(), "bos": bos}
+    quietly(export_to, model, tmp_path / "exported")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    text = "a  é\0\n👩\u200d👧 <s>"
+    start = [] if bos is None else [bos]
+    assert theirs(text)["input_ids"] == [*start, *text.encode()]
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (256, 256)
 
 
 def test_train_and_sample_do_not_import_transformers():
