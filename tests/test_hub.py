@@ -179,6 +179,27 @@ def test_masks_of_older_files_are_left_out(hf, tmp_path):
     assert (model(TOKENS) - load_folder(place)(TOKENS).logits).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_the_text_half_of_images_and_text_is_read(prefix, hf, tmp_path):
+    """As older and newer files of Gemma 3 name it; the head is tied by the whole's config."""
+    place = hf("gemma3_text")
+    theirs = load_folder(place)
+    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    text = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**whole, "text_config": text}))
+
+    def rename(stored):
+        for name in list(stored):
+            to = name if prefix == "language_model." else name.removeprefix("model.")
+            stored[prefix + to] = stored.pop(name)
+        stored["vision_tower.x.weight"] = torch.ones(3)
+
+    edit_tensors(rename)(place)
+    model, _ = imported(place, tmp_path)
+    assert model.config.tie_embeddings
+    assert (model(TOKENS) - theirs(TOKENS).logits).abs().max() < 1e-4
+
+
 def test_bfloat16_is_kept(hf, tmp_path):
     place = hf(config={"dtype": "bfloat16"})
     edit_tensors(lambda s: s.update({name: x.bfloat16() for name, x in s.items()}))(place)

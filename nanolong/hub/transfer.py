@@ -147,7 +147,9 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
         c.bos_token_id = known.bos
         c.eos_token_id = known.bos if known.eos is None else known.eos
     if store == "auto":
-        store = export_dtype(model, tensors)
+        # scaled queries are float32, and so are then all weights
+        is_stored = all(x.dtype == model.stored_dtype for x in tensors.values() if x.dim() == 2)
+        store = str(model.stored_dtype if is_stored else torch.float32).removeprefix("torch.")
 
     def write(part):
         if is_gguf:
@@ -189,12 +191,6 @@ def find_tokenizer(model, own, named):
             "this vocabulary)"
         )
     return tokenizer
-
-
-def export_dtype(model, tensors):
-    """Return the name of the exported weights' dtype: as stored; float32 if queries are scaled."""
-    is_stored = all(x.dtype == model.stored_dtype for x in tensors.values() if x.dim() == 2)
-    return str(model.stored_dtype if is_stored else torch.float32).removeprefix("torch.")
 
 
 # what mlx-lm 0.32.2 computes as transformers does: without a window, only with RoPE that is not
