@@ -72,8 +72,6 @@ def main(argv=None):
         options = (cfg.store, cfg.tokenizer, cfg.verify, cfg.context_length)
         transfer.import_to(GPT, source, target, *options)
         return
-    is_gguf = target.lower().endswith(".gguf")
-    require(cfg.store == "auto" or is_gguf, "--store is for import and for GGUF: leave it out")
     entry.load_entries(cfg.entry, POSITIONS)
     model = GPT.load(source, cfg.best, dtype=None)
     transfer.export_to(model, target, cfg.verify, cfg.tokenizer, cfg.store)

@@ -99,11 +99,13 @@ def hf(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", ["mlp", "head", "window", "frequencies", "far"])
+@pytest.mark.parametrize("name", ["mlp", "head", "window", "layers", "frequencies", "far"])
 def test_a_fault_is_noticed(name, hf, tmp_path, monkeypatch):
     """In the last layer, of the head, beyond a window, beyond the original length."""
     # a window of more tokens than the whole models compute
     theirs = load_folder(hf("mistral, window", "llama3", sliding_window=50))
+    if name == "layers":
+        theirs = load_folder(hf("qwen2, window in some layers", "llama3", sliding_window=50))
     if name == "far":
         theirs = load_folder(hf("llama", "llama3"))
     model = convert.import_model(GPT, theirs.config, theirs.state_dict())
@@ -112,6 +114,10 @@ def test_a_fault_is_noticed(name, hf, tmp_path, monkeypatch):
         model.config.window = 51
         for block in model.blocks:
             block.attention.window = 51
+    elif name == "layers":  # which have the window
+        assert model.config.layer_pattern == "FWW"
+        model.config.layer_pattern = "FFW"
+        model.blocks[1].attention.window = 0
     elif name == "frequencies":  # of the slowest pair
         model.config.extension["factor"] = 7.9
         model.pos.inv_freq[-1] *= 8 / 7.9
@@ -185,7 +191,7 @@ def test_the_text_half_of_images_and_text_is_read(prefix, hf, tmp_path):
     place = hf("gemma3_text")
     theirs = load_folder(place)
     whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
-    text = json.loads((place / "config.json").read_text())
+    text = json.loads((place / "config.json").read_text()) | {"tie_word_embeddings": False}
     (place / "config.json").write_text(json.dumps({**whole, "text_config": text}))
 
     def rename(stored):
@@ -314,6 +320,8 @@ def test_a_run_and_an_export_are_not_written_over(hf, tmp_path, call):
     before = content(tmp_path)
     assert_refused(call("hf.py", "import", place, tmp_path / "run"), "holds a run already")
     assert_refused(call("hf.py", "export", tmp_path / "run", place), "exists already")
+    done = call("hf.py", "export", tmp_path / "run", tmp_path / "new", "--store=bfloat16")
+    assert_refused(done, "--store is for import and for GGUF")
     assert content(tmp_path) == before
 
 

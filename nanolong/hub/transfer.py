@@ -138,6 +138,7 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
     """
     target = Path(target)
     is_gguf = target.suffix.lower() == ".gguf"
+    require(store == "auto" or is_gguf, "--store is for import and for GGUF: leave it out")
     own = tokenizer_from_json(model.meta.get("tokenizer"))
     tokenizer = find_tokenizer(model, own, tokenizer_from)
     c, tensors = gguf_model.export_model(model) if is_gguf else export_model(model)
