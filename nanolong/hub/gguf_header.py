@@ -34,30 +34,27 @@ class Header:
         self.data = data
         self.position = 0
 
-    def take(self, code, n=1):
-        """Return n values of a code of the struct module, little-endian."""
-        values = struct.unpack_from(f"<{n}{code}", self.data, self.position)
-        self.position += struct.calcsize(f"<{n}{code}")
+    def take(self, form):
+        """Return the values of a form of the struct module, little-endian."""
+        values = struct.unpack_from(f"<{form}", self.data, self.position)
+        self.position += struct.calcsize(f"<{form}")
         return values
 
-    def number(self, code):
-        return self.take(code)[0]
-
     def text(self):
-        return self.take("s", self.number("Q"))[0].decode()
+        (n,) = self.take("Q")
+        return self.take(f"{n}s")[0].decode()
 
     def value(self):
         """Return a number, a text, or a list of either."""
-        kind = self.number("I")
+        (kind,) = self.take("I")
         if kind == STRING:
             return self.text()
         if kind == ARRAY:
-            kind = self.number("I")
-            n = self.number("Q")
+            kind, n = self.take("IQ")
             if kind == STRING:
                 return [self.text() for _ in range(n)]
-            return list(self.take(NUMBERS[kind], n))
-        value = self.number(NUMBERS[kind])
+            return list(self.take(f"{n}{NUMBERS[kind]}"))
+        (value,) = self.take(NUMBERS[kind])
         if kind == FLOAT32:
             # 1e-05 is stored as 9.999999747378752e-06
             value = float(str(np.float32(value)))
@@ -65,22 +62,22 @@ class Header:
 
     def tensor(self, name):
         """Return the Place of a tensor, whose offset counts from the first of all."""
-        dims = self.take("Q", min(self.number("I"), 5))
-        kind = gguf.GGMLQuantizationType(self.number("I"))
+        (n_dims,) = self.take("I")
+        dims = self.take(f"{min(n_dims, 5)}Q")
+        number, offset = self.take("IQ")
+        kind = gguf.GGMLQuantizationType(number)
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if not 1 <= len(dims) <= 4 or dims[0] % per_block or 0 in dims:
             raise ValueError(f"{name} has the shape {dims}, of type {kind.name}")
         n_bytes = math.prod(dims) // per_block * block_bytes
-        return Place(dims[::-1], kind, self.number("Q"), n_bytes)
+        return Place(dims[::-1], kind, offset, n_bytes)
 
     def parse(self, file_size):
         """Return (metadata, tensors: name -> Place)."""
-        magic = self.take("s", 4)[0]
+        magic, version, n_tensors, n_values = self.take("4sIQQ")
         # of a file of the other byte order the version is a large number
-        version = self.number("I")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError("it does not begin as a GGUF file of version 2 or 3 does")
-        n_tensors, n_values = self.take("Q", 2)
         metadata, tensors = {}, {}
         for _ in range(n_values):
             name = self.text()

@@ -39,22 +39,11 @@ LLAMA3_LENGTH = 8192
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def swap_pairs(x, n, m):
-    """Exchange the last two dimensions of rows (H, n, m)."""
+def swap_pairs(x, name, arch, n, m):
+    """Exchange the last two dimensions of rows (H, n, m) that are in another order there."""
+    if not ARCHITECTURES[arch] or ("attn_q." not in name and "attn_k." not in name):
+        return x
     return x.unflatten(0, (-1, n, m)).transpose(1, 2).flatten(0, 2)
-
-
-def find_names(arch, n_layer):
-    """Yield (their name, that in a GGUF file, whether its rows are in another order there).
-
-    Of all tensors that a model can have.
-    """
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
-    for theirs, *_ in tensor_layout(FAMILIES[arch], n_layer):
-        name = names.get_name(theirs, (".weight", ".bias"))
-        if name is not None:
-            is_rotated = "attn_q." in name or "attn_k." in name
-            yield theirs, name, is_rotated and ARCHITECTURES[arch]
 
 
 # -----------------------------------------------------------------------------
@@ -90,10 +79,12 @@ def read_gguf(file):
         c = AutoConfig.for_model(kind, **values | ids | {"pad_token_id": None})
         require(c.num_hidden_layers <= len(places), f"{file} has not all of its tensors")
         tensors = {}
-        for theirs, name, swapped in find_names(arch, c.num_hidden_layers):
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.num_hidden_layers)
+        for theirs, *_ in tensor_layout(FAMILIES[kind], c.num_hidden_layers):
+            name = names.get_name(theirs, (".weight", ".bias"))
             if name in places:
                 x = read_tensor(file, places.pop(name))
-                tensors[theirs] = swap_pairs(x, head_dim(c) // 2, 2) if swapped else x
+                tensors[theirs] = swap_pairs(x, name, arch, head_dim(c) // 2, 2)
     require(not places, f"{file}: there is no parameter here for {', '.join(list(places)[:3])}")
     return Source(c, tensors, metadata)
 
@@ -276,12 +267,10 @@ def write_gguf(file, model, c, tensors, store, tokenizer):
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if table is not None:
         writer.add_tensor(ROPE_TABLES[0], table.numpy())
-    for theirs, name, swapped in find_names(arch, config.n_layer):
-        if theirs not in tensors:
-            continue
-        x = tensors[theirs].float()
-        if swapped:
-            x = swap_pairs(x, 2, config.head_dim // 2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.n_layer)
+    for theirs, x in tensors.items():
+        name = names.get_name(theirs, (".weight", ".bias"))
+        x = swap_pairs(x.float(), name, arch, 2, config.head_dim // 2)
         kind = TYPES[store] if x.dim() == 2 else "F32"
         # a block of Q8_0 holds 32 values of a row
         if kind == "Q8_0" and x.shape[1] % 32:
