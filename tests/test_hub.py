@@ -154,6 +154,8 @@ KNOWN = {"original_max_position_embeddings": 64}
         ({**YARN, "original_max_position_embeddings": 128}, {}, 0, (128, 512)),
         (YARN, {}, 0, (256, 1024)),
         (LINEAR, {"max_sequence_length": 1024}, 0, (256, 1024)),
+        (LINEAR, {"tokenizer": 1024}, 0, (256, 1024)),
+        (LINEAR, {"tokenizer": 10**30, "tokenizer_model_max_length": 1024}, 0, (256, 1024)),
         ({**LLAMA3, "original_max_position_embeddings": 256}, {}, 0, (256, 1024)),
         ({"rope_type": "default", "rope_theta": 1e4}, {"model_max_length": 4096}, 0, (256, 256)),
     ],
@@ -161,7 +163,12 @@ KNOWN = {"original_max_position_embeddings": 64}
 def test_lengths_are_read(rope, config, context_length, lengths, hf, tmp_path):
     """max_position_embeddings, 256, is the original or the extended length: other facts say."""
     changes = {"rope_parameters": rope, "max_position_embeddings": 256}
+    config = dict(config)
+    tokenizer = config.pop("tokenizer", None)
     place = hf(config=config, **changes)
+    if tokenizer:
+        settings = json.dumps({"model_max_length": tokenizer})
+        (place / "tokenizer_config.json").write_text(settings)
     model, _ = imported(place, tmp_path, context_length=context_length)
     assert (model.config.original_length, model.config.block_size) == lengths
     tokens = TOKENS[:, :50]

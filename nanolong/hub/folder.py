@@ -80,6 +80,10 @@ def read_folder(folder):
         tensors = read_tensors(folder)
         if c is not whole:
             tensors = text_half(whole, tensors)
+        file = folder / "tokenizer_config.json"
+        if file.is_file():  # some say the extended length nowhere else
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            c.length_of_tokenizer = settings.get("model_max_length")
     return Source(c, tensors)
 
 
@@ -158,7 +162,7 @@ def whole(target, write):
     write: takes the path to write to.
     """
     require(
-        not target.exists(),
+        not target.exists() or (target.is_dir() and not any(target.iterdir())),
         f"{target} exists already: remove it, or choose another",
     )
     part = target.parent / f".tmp-{target.name}"
@@ -168,6 +172,8 @@ def whole(target, write):
         write(part)
         for file in (*part.glob("*"), part):
             sync(file)
+        if target.exists():
+            target.rmdir()
         os.rename(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -20,8 +20,9 @@ OPTIONS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-# fields that some files have, and that say a context length in tokens
+# what some files say of the context length in tokens; the last: tokenizer_config.json
 LENGTHS = ("max_sequence_length", "model_max_length", "tokenizer_model_max_length")
+LENGTHS += ("length_of_tokenizer",)
 
 
 def by_kind(parameters):
