@@ -32,8 +32,8 @@ class HFConfig:
     # type of the matrices: of an import float32 or bfloat16 (which a model that has it keeps, and
     # which takes half the space), and of an exported GGUF file, as in the checkpoint by default
     store: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
-    # take the tokenizer files of this Hugging Face folder in place of the model's own; export of a
-    # GGUF file: also none, which then works on token ids only
+    # take the tokenizer files of this Hugging Face folder in place of the model's own; export: also
+    # none, which then works on token ids only
     tokenizer: str = ""
     # import: the context length in tokens, if the files say another one
     context_length: int = 0
@@ -69,12 +69,9 @@ def main(argv=None):
     if direction == "import":
         known = cfg.store in ("auto", "float32", "bfloat16")
         require(known, f"--store={cfg.store} is for export: give float32 or bfloat16")
-        require(cfg.context_length >= 0, "--context_length is a number of tokens: give at least 1")
         options = (cfg.store, cfg.tokenizer, cfg.verify, cfg.context_length)
         transfer.import_to(GPT, source, target, *options)
         return
-    is_gguf = target.lower().endswith(".gguf")
-    require(cfg.store == "auto" or is_gguf, "--store is for import and for GGUF: leave it out")
     entry.load_entries(cfg.entry, POSITIONS)
     model = GPT.load(source, cfg.best, dtype=None)
     transfer.export_to(model, target, cfg.verify, cfg.tokenizer, cfg.store)

@@ -141,8 +141,6 @@ ROPES = {
     | {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": LONG},
     "llama3": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, **ORIGINAL}
     | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "proportional": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 4.0}
-    | {"partial_rotary_factor": 0.6},
 }
 
 
@@ -155,8 +153,6 @@ def all_cases():
             ropes = ["default"]
         elif family.startswith("phi3"):
             ropes = ["default", "longrope"]
-        elif family.startswith(("stablelm", "gpt_neox")):  # they rotate a part of a head
-            ropes.remove("proportional")
         if family in BY_KIND or "granite" in family:
             ropes = [rope for rope in ropes if rope != "dynamic"]
         cases += [(family, rope) for rope in ropes]
@@ -195,8 +191,6 @@ def rope_fields(model_type, fields, rope):
         parameters |= {"llama_4_scaling_beta": 0.3, **ORIGINAL}
     if model_type in BY_KIND and "type" not in parameters:
         local = {"rope_type": "default", "rope_theta": 500.0}
-        if rope == "proportional":
-            local = parameters
         outside = {"truncate": parameters.get("truncate", True)}
         parameters = {"full_attention": parameters, "sliding_attention": local, **outside}
     key = "rope_scaling" if "type" in parameters else "rope_parameters"
@@ -247,7 +241,7 @@ REFUSED = {
     **{method: ({}, (method, {}), f"method '{method}'") for method in DYNAMIC},
     "sinks, QK-norm": ({"sink_scores": True, "qk_norm": "head"}, None, "--sink_scores=True"),
     "logn": ({"score_scale": "logn"}, None, "--score_scale=logn"),
-    "Ministral 3 at 16": ({**LLAMA4, "score_scale_length": 16}, ("yarn", {}), "it needs 64"),
+    "Ministral 3 at 16": ({**LLAMA4, "score_scale_length": 16}, ("yarn", {}), "other logits"),
     "post-norms": ({"norm_position": "post"}, None, "--norm_position=post"),
     "window and sinks": ({"window": 21, "sinks": 2}, None, "--sinks=2"),
     "NoPE, QK-norm": ({"layer_pattern": "FN", "qk_norm": "head"}, None, "layers of the kinds FN"),

@@ -18,7 +18,6 @@ from nanolong import tokenizer_files
 from nanolong.errors import UserError
 from nanolong.hub.gguf_tokenizer import PRE_TOKENIZERS, empty_bpe
 from nanolong.hub.tokenizer import make_exported
-from nanolong.hub.transfer import SAMPLE
 from nanolong.run import read_meta, write_checkpoint
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -32,6 +31,15 @@ VOCAB_SIZE = 700
 PADDED_VOCAB_SIZE = 707  # the model's
 SPECIAL = ["<unk>", "<s>", "</s>"]  # sentencepiece's
 
+# Words, code, many scripts, composed and decomposed characters, joined emoji, control characters,
+# and every kind of white space.
+SAMPLE = (
+    "The quick brown fox can't jump 3.14159 times over 1,024 lazy dogs' backs; it'll try, "
+    "won't it?\n\n\tdef f(x, *, y=None):\n        return {'a': [x ** 2, -y]}  # tail   \n\r\n"
+    "Fünf Größen, naïve café, Ærøskøbing; Ελληνικά, Русский текст, עברית, العربية, हिन्दी, "
+    "中文字符, 日本語のテキスト, 한국어. ½ ² Ⅻ ١٢٣ 🙂👩‍👩‍👧 e\u0301   \u00a0\u3000aaaaaaa     "
+    "\n   \n<b>&amp;</b> http://x.org/?q=%20#1 \x00\x01\x7f\u2581 WON'T 12345678 \ufeff"
+)
 HARD_TEXTS = (
     "",
     " ",

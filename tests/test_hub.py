@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +25,7 @@ from interchange import (
 )
 from safetensors.torch import load_file, save_file
 
-from data import CharTokenizer
+from data import ByteTokenizer, CharTokenizer
 from model import GPT
 from nanolong.errors import UserError
 from nanolong.hub import convert, transfer, verify
@@ -98,11 +99,13 @@ def hf(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", ["mlp", "head", "window", "frequencies", "far"])
+@pytest.mark.parametrize("name", ["mlp", "head", "window", "layers", "frequencies", "far"])
 def test_a_fault_is_noticed(name, hf, tmp_path, monkeypatch):
     """In the last layer, of the head, beyond a window, beyond the original length."""
     # a window of more tokens than the whole models compute
     theirs = load_folder(hf("mistral, window", "llama3", sliding_window=50))
+    if name == "layers":
+        theirs = load_folder(hf("qwen2, window in some layers", "llama3", sliding_window=50))
     if name == "far":
         theirs = load_folder(hf("llama", "llama3"))
     model = convert.import_model(GPT, theirs.config, theirs.state_dict())
@@ -111,6 +114,10 @@ def test_a_fault_is_noticed(name, hf, tmp_path, monkeypatch):
         model.config.window = 51
         for block in model.blocks:
             block.attention.window = 51
+    elif name == "layers":  # which have the window
+        assert model.config.layer_pattern == "FWW"
+        model.config.layer_pattern = "FFW"
+        model.blocks[1].attention.window = 0
     elif name == "frequencies":  # of the slowest pair
         model.config.extension["factor"] = 7.9
         model.pos.inv_freq[-1] *= 8 / 7.9
@@ -139,27 +146,29 @@ KNOWN = {"original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
-    "rope, config, model_max_length, context_length, lengths",
+    "rope, config, context_length, lengths",
     [
-        (LINEAR, {}, None, 0, (64, 256)),
-        (LINEAR, {}, 1024, 0, (256, 1024)),
-        (LINEAR, {}, None, 1024, (256, 1024)),
-        ({**LINEAR, **KNOWN}, {}, None, 512, (64, 512)),
-        ({**YARN, "original_max_position_embeddings": 128}, {}, None, 0, (128, 512)),
-        (YARN, {}, None, 0, (256, 1024)),
-        (LINEAR, {"tokenizer_model_max_length": 1024}, 10**30, 0, (256, 1024)),
-        ({**LLAMA3, "original_max_position_embeddings": 256}, {}, None, 0, (256, 1024)),
-        ({"rope_type": "default", "rope_theta": 1e4}, {}, 4096, 0, (256, 256)),
+        (LINEAR, {}, 0, (64, 256)),
+        (LINEAR, {}, 1024, (256, 1024)),
+        ({**LINEAR, **KNOWN}, {}, 512, (64, 512)),
+        ({**YARN, "original_max_position_embeddings": 128}, {}, 0, (128, 512)),
+        (YARN, {}, 0, (256, 1024)),
+        (LINEAR, {"max_sequence_length": 1024}, 0, (256, 1024)),
+        (LINEAR, {"tokenizer": 1024}, 0, (256, 1024)),
+        (LINEAR, {"tokenizer": 10**30, "tokenizer_model_max_length": 1024}, 0, (256, 1024)),
+        ({**LLAMA3, "original_max_position_embeddings": 256}, {}, 0, (256, 1024)),
+        ({"rope_type": "default", "rope_theta": 1e4}, {"model_max_length": 4096}, 0, (256, 256)),
     ],
 )
-def test_lengths_are_read(rope, config, model_max_length, context_length, lengths, hf, tmp_path):
+def test_lengths_are_read(rope, config, context_length, lengths, hf, tmp_path):
     """max_position_embeddings, 256, is the original or the extended length: other facts say."""
     changes = {"rope_parameters": rope, "max_position_embeddings": 256}
+    config = dict(config)
+    tokenizer = config.pop("tokenizer", None)
     place = hf(config=config, **changes)
-    if model_max_length:
-        (place / "tokenizer_config.json").write_text(
-            json.dumps({"model_max_length": model_max_length})
-        )
+    if tokenizer:
+        settings = json.dumps({"model_max_length": tokenizer})
+        (place / "tokenizer_config.json").write_text(settings)
     model, _ = imported(place, tmp_path, context_length=context_length)
     assert (model.config.original_length, model.config.block_size) == lengths
     tokens = TOKENS[:, :50]
@@ -169,19 +178,39 @@ def test_lengths_are_read(rope, config, model_max_length, context_length, length
 def test_a_head_of_its_own_stays(hf, tmp_path):
     place = hf()
     with_tensor("lm_head.weight", torch.randn(interchange.VOCAB_SIZE, 48))(place)
-    model, text = imported(place, tmp_path)
+    model, _ = imported(place, tmp_path)
     assert not model.config.tie_embeddings
-    assert "note: the head is a tensor of its own" in text
     assert (model(TOKENS) - load_folder(place)(TOKENS).logits).abs().max() < 1e-4
 
 
-def test_fields_that_are_not_read_are_named(hf, tmp_path):
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [2, 2]}
-    config = {"rope_scaling": rope, "attn_logit_softcapping": 50.0, "rope_interleaved": False}
-    place = hf(config=config)
-    _, text = imported(place, tmp_path)
-    names = "attn_logit_softcapping, rope_scaling.mrope_section"
-    assert f"note: not read: {names}\n" in text
+def test_masks_of_older_files_are_left_out(hf, tmp_path):
+    """Such as Pythia's, which are no weights, and of a dtype that no weight has."""
+    place = hf("gpt_neox")
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool)
+    with_tensor("gpt_neox.layers.0.attention.bias", mask)(place)
+    model, _ = imported(place, tmp_path)
+    assert (model(TOKENS) - load_folder(place)(TOKENS).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_the_text_half_of_images_and_text_is_read(prefix, hf, tmp_path):
+    """As older and newer files of Gemma 3 name it; the head is tied by the whole's config."""
+    place = hf("gemma3_text")
+    theirs = load_folder(place)
+    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    text = json.loads((place / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (place / "config.json").write_text(json.dumps({**whole, "text_config": text}))
+
+    def rename(stored):
+        for name in list(stored):
+            to = name if prefix == "language_model." else name.removeprefix("model.")
+            stored[prefix + to] = stored.pop(name)
+        stored["vision_tower.x.weight"] = torch.ones(3)
+
+    edit_tensors(rename)(place)
+    model, _ = imported(place, tmp_path)
+    assert model.config.tie_embeddings
+    assert (model(TOKENS) - theirs(TOKENS).logits).abs().max() < 1e-4
 
 
 def test_bfloat16_is_kept(hf, tmp_path):
@@ -231,6 +260,11 @@ def cut_file(place):
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def copy_weights(place):
+    shutil.copy(place / "model.safetensors", place / "model-00002.safetensors")
+    (place / "model.safetensors").rename(place / "model-00001.safetensors")
+
+
 def leave_pickle(place):
     (place / "model.safetensors").rename(place / "pytorch_model.bin")
 
@@ -240,15 +274,19 @@ def rope(kind, **values):
 
 
 HOSTILE = {
-    "another family": (change(model_type="falcon"), "'falcon', which is not one of: llama"),
+    "another family": (change(model_type="falcon"), "'falcon' is not one of: llama"),
     "quantized": (change(quantization_config={"bits": 4}), "is quantized"),
     "an adapter": (write("adapter_config.json", "{}"), "holds an adapter (LoRA)"),
-    "no JSON": (write("config.json", "[" * 10**6), "config.json is no JSON"),
+    "no JSON": (write("config.json", "[" * 10**6), "config.json cannot be used (RecursionError"),
     "a huge vocabulary": (change(vocab_size=1 << 40), "describes 52,776"),
     "a bias": (change(attention_bias=True), "config.json describes"),
-    "a RoPE type": (rope("spiral"), "'spiral'"),
-    "a huge factor": (rope("linear", factor=1e9), "and 0 before RoPE was scaled"),
-    "a Mamba layer": (change(layer_types=["mamba"] * 3), "not computed here"),
+    "a RoPE type": (rope("spiral"), "cannot be used (KeyError: 'spiral')"),
+    "a Mamba layer": (change(layer_types=["mamba"] * 3), "(KeyError: 'linear_attention')"),
+    "an activation function": (change(hidden_act="relu"), "relu"),
+    "half-rotated heads": (
+        rope("linear", partial_rotary_factor=0.5),
+        "cannot be used (RuntimeError: The size",
+    ),
     "weights that overflow": (
         with_tensor("model.layers.0.mlp.down_proj.weight", torch.full((48, 80), 3e38)),
         "its logits are not finite",
@@ -258,8 +296,9 @@ HOSTILE = {
         "model.norm.weight has values that are not finite",
     ),
     "a tensor too many": (with_tensor("model.x", torch.ones(3)), "model.x missing, or too many"),
-    "a file cut off": (cut_file, "is not a whole safetensors file"),
-    "a pickle": (leave_pickle, "pytorch_model.bin, a pickle, which can run any program"),
+    "a file cut off": (cut_file, "model.safetensors cannot be used (SafetensorError"),
+    "weights twice": (copy_weights, "of another file: remove one of them"),
+    "a pickle": (leave_pickle, "(a pickle, such as pytorch_model.bin, is not read"),
 }
 
 
@@ -288,6 +327,8 @@ def test_a_run_and_an_export_are_not_written_over(hf, tmp_path, call):
     before = content(tmp_path)
     assert_refused(call("hf.py", "import", place, tmp_path / "run"), "holds a run already")
     assert_refused(call("hf.py", "export", tmp_path / "run", place), "exists already")
+    done = call("hf.py", "export", tmp_path / "run", tmp_path / "new", "--store=bfloat16")
+    assert_refused(done, "--store is for import and for GGUF")
     assert content(tmp_path) == before
 
 
@@ -296,7 +337,7 @@ def test_a_run_and_an_export_are_not_written_over(hf, tmp_path, call):
     [
         (["export", "a", "b", "--context_length=5"], "--context_length is not for export"),
         (["import", "a", "b", "--store=q8_0"], "--store=q8_0 is for export"),
-        (["import", "ckpt.pt", "b"], "there is no file ckpt.pt"),
+        (["import", "ckpt.pt", "b"], "there is no folder or file ckpt.pt"),
         (["export", "nowhere", "b"], "there is no checkpoint in nowhere"),
     ],
 )
@@ -317,6 +358,9 @@ def test_a_hub_id_is_downloaded(hf, tmp_path, monkeypatch):
     for number, source in enumerate(("ORG/Some-Model_1.5", "hf://ORG/Some-Model_1.5")):
         quietly(import_to, GPT, source, tmp_path / f"run{number}")
         assert download.call_args.args == ("ORG/Some-Model_1.5",)
+    download.side_effect = OSError("no network")
+    with pytest.raises(UserError, match="there is no folder a/b, and a/b of .*no network"):
+        import_to(GPT, "a/b", tmp_path / "run2")
     allowed = download.call_args.kwargs["allow_patterns"]
     assert {"*.json", "*.safetensors", "*.jinja", "tokenizer.model"} <= {*allowed}
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in allowed)
@@ -324,7 +368,7 @@ def test_a_hub_id_is_downloaded(hf, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("bias, compiled", [(False, True), (True, False)])
 def test_nanogpt_is_imported(bias, compiled, tmp_path):
-    """Its model.py, as transformers' GPT-2 with GELU by erf; without biases ours has none."""
+    """Its model.py, as transformers' GPT-2 with GELU by erf; a model without biases gets zeros."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 50}
@@ -346,9 +390,11 @@ def test_nanogpt_is_imported(bias, compiled, tmp_path):
     model, text = imported(tmp_path / "ckpt.pt", tmp_path)
     tokens = TOKENS[:, :24] % 50
     assert (model(tokens) - theirs(tokens).logits).abs().max() < 1e-4
-    assert model.config.bias == ("all" if bias else "none")
     assert (model.config.mlp, model.config.pos) == ("gelu_exact", "learned")
-    assert "meta.pkl are not read" in text
+    assert "no tokenizer.json belongs to" in text
+    quietly(export_to, model, tmp_path / "exported")
+    exported = load_folder(tmp_path / "exported")
+    assert (exported(tokens).logits - theirs(tokens).logits).abs().max() < 1e-4
 
 
 class Evil:
@@ -413,11 +459,25 @@ def test_an_export_says_that_a_vocabulary_of_characters_is_not_written(name, tmp
     model = make_ours({"vocab_size": 3}, None)
     model.meta = {"tokenizer": CharTokenizer("abc").to_json(), "bos": None}
     text = quietly(export_to, model, tmp_path / name)
-    assert "note: no tokenizer is written" in text or "the file has no tokenizer" in text
+    assert "note: no tokenizer is written" in text
     again, _ = imported(tmp_path / name, tmp_path)
     assert again.meta["tokenizer"] is None
     tokens = TOKENS[:, :60] % 3
     assert torch.equal(again(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("bos", [None, 256])
+def test_transformers_encodes_by_exported_bytes(bos, tmp_path):
+    from transformers import AutoTokenizer
+
+    model = make_ours({"vocab_size": 257}, None)
+    model.meta = {"tokenizer": ByteTokenizer().to_json(), "bos": bos}
+    quietly(export_to, model, tmp_path / "exported")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    text = "a  é\0\n👩\u200d👧 <s>"
+    start = [] if bos is None else [bos]
+    assert theirs(text)["input_ids"] == [*start, *text.encode()]
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (256, 256)
 
 
 def test_train_and_sample_do_not_import_transformers():

@@ -12,10 +12,18 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
 
-from nanolong import parallel
+from nanolong import parallel, run
 from nanolong.errors import UserError, require
-from nanolong.hub.families import ACTIVATIONS, FAMILIES, FIELDS, head_dim, tensor_layout
-from nanolong.hub.rope import OPTIONS, by_kind, read_rope, write_rope
+from nanolong.hub.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    FIELDS,
+    has_positions,
+    head_dim,
+    letter,
+    tensor_layout,
+)
+from nanolong.hub.rope import read_rope, write_rope
 
 # Settings that an export computes or may leave out. Every other one has a value that its family
 # names, or its default: a new one is refused until an export computes it.
@@ -28,28 +36,20 @@ FREE -= {"mlp"}
 # Import
 
 
-def import_model(GPT, c, tensors, lengths=(), context_length=0):
+def import_model(GPT, c, tensors, context_length=0):
     """Return our model of a config of transformers and its tensors, name -> tensor.
 
-    A parameter shares the memory of its tensor, and has its dtype, unless it is computed. lengths:
-    context lengths in tokens that other files say; context_length: that which the user says, or 0.
-    Raises UserError for what has no equivalent.
+    A parameter shares the memory of its tensor, and has its dtype, unless it is computed.
+    context_length: in tokens, that which the user says, or 0. Raises UserError for what has no
+    equivalent.
     """
     family = FAMILIES[c.model_type]
     stored = dict(tensors)
     if c.model_type == "bloom":
         fold_bloom(stored, c)
-    settings = read_settings(c, family, stored, lengths)
+    settings = read_settings(c, family, stored)
     if context_length:
         settings |= change_length(c, settings, context_length)
-    length = settings["block_size"]
-    original = (settings.get("extension") or {}).get("original_length", length)
-    require(
-        min(original, length) >= 1 and length < 1 << 31,
-        f"the context length would be {length} tokens, and {original} before RoPE was scaled: give "
-        "--context_length=N, or download config.json again",
-    )
-    # the tensors become its parameters, so that no second copy of them is made
     model = parallel.build_without_weights(GPT, GPT.config_class(**settings))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     if settings["tie_embeddings"]:
@@ -67,17 +67,13 @@ def import_model(GPT, c, tensors, lengths=(), context_length=0):
         )
         # fused matrices have the rows of several of ours
         n_rows = [shapes[one][0] for one in ours]
-        for one, part in zip(ours, x.split(n_rows), strict=True):
-            weights[one] = part
+        weights |= zip(ours, x.split(n_rows), strict=True)
     require(
         not stored,
         f"there is no parameter here for {', '.join(list(stored)[:3])}: choose another checkpoint",
     )
-    if settings["tie_embeddings"]:
-        weights["head.weight"] = weights["embed.weight"]
-    model.load_state_dict(weights, assign=True)
-    if settings["tie_embeddings"]:
-        model.head.weight = model.embed.weight
+    # the tensors become its parameters, so that no second copy of them is made
+    run.load_weights(model, weights, None)
     return model.eval().requires_grad_(False)
 
 
@@ -90,7 +86,7 @@ def fold_bloom(stored, c):
     stored["lm_head.weight"] = plain
 
 
-def read_settings(c, family, stored, lengths):
+def read_settings(c, family, stored):
     """Return the settings of GPTConfig for a config; a model has the biases that are stored."""
     fields = FIELDS | family.fields
     # what a family always has, then what its config says
@@ -100,7 +96,9 @@ def read_settings(c, family, stored, lengths):
         if value is not None:
             settings[ours] = value
     if fields["mlp"]:
-        settings["mlp"] = read_activation(family, fields["mlp"], settings["mlp"])
+        # an unknown one is refused as a setting of ours
+        known = [mlp for mlp in family.has["mlp"] if settings["mlp"] in ACTIVATIONS[mlp]]
+        settings["mlp"] = known[0] if known else settings["mlp"]
     settings.setdefault("mlp_dim", 4 * c.hidden_size)
     settings.setdefault("block_size", 2048)
     settings["head_dim"] = settings.get("head_dim") or head_dim(c)
@@ -112,43 +110,9 @@ def read_settings(c, family, stored, lengths):
     if len(family.has["bias"]) > 1:
         has_bias = [any(name.endswith(f"{x}_proj.bias") for name in stored) for x in "qo"]
         settings["bias"] = ("none", "qkv", "all")[sum(has_bias)]
-    if c.model_type == "gpt2" and not any(name.endswith(".bias") for name in stored):
-        settings["bias"] = "none"  # nanoGPT's
     if settings["pos"] == "rope":
-        settings |= read_layers(c, family, lengths)
+        settings |= read_layers(c, family)
     return settings | family.read(c)
-
-
-def read_activation(family, field, name):
-    """Return the setting mlp of an activation function's name. Raises UserError."""
-    names = []
-    for mlp in family.has["mlp"]:
-        if name in ACTIVATIONS[mlp]:
-            return mlp
-        names += ACTIVATIONS[mlp]
-    raise UserError(
-        f"{field} is {name!r}, and only {', '.join(names)} are computed here: choose another "
-        "checkpoint"
-    )
-
-
-def check_config(c):
-    """Refuse a config that transformers computes and we do not, before it is computed."""
-    family = FAMILIES[c.model_type]
-    others = {*(getattr(c, "layer_types", None) or ())} - {*LAYER_TYPES}
-    require(
-        not others,
-        f"layers of the kind {', '.join(others)} are not computed here: choose another checkpoint",
-    )
-    window = getattr(c, "sliding_window", None) or 0
-    require(window >= 0, f"sliding_window is {window}, and has to be above 0: download it again")
-    known = family.rope_types or OPTIONS
-    for p in by_kind(getattr(c, "rope_parameters", None)):
-        kind = p.get("rope_type", "default")
-        require(kind in known, f"rope_type {kind!r} is not one of: {', '.join(known)}")
-
-
-LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 
 
 def change_length(c, settings, length):
@@ -165,30 +129,26 @@ def change_length(c, settings, length):
     return {"block_size": length}
 
 
-def read_layers(c, family, lengths):
+def read_layers(c, family):
     """Return the settings of GPTConfig for RoPE and for layers that differ from one another."""
     n_layer = c.num_hidden_layers
     window = getattr(c, "sliding_window", None) if "W" in "".join(family.patterns) else None
     usual = ["sliding_attention" if window else "full_attention"] * n_layer
-    types = getattr(c, "layer_types", None) or usual
-    uses_window = [kind == "sliding_attention" and bool(window) for kind in types]
+    # layers of other kinds are not computed here
+    kinds = {"full_attention": False, "sliding_attention": (window or 0) > 0}
+    uses_window = [kinds[kind] for kind in getattr(c, "layer_types", None) or usual]
     bases = getattr(c, "layer_rope_theta", None)
     uses_rope = getattr(c, "no_rope_layers", None) or bases or [1] * n_layer
     if "WN" in family.patterns and any(uses_window):
         uses_rope = uses_window
     if getattr(c, "position_embedding_type", "rope") != "rope":
         uses_rope = [0] * n_layer
-    settings = read_rope(c, family, uses_window, lengths)
+    settings = read_rope(c, uses_window)
     settings["window"] = window if any(uses_window) else 0
     if not any(uses_rope):
         settings |= {"pos": "nope", "extension": None}
         uses_rope = [1] * n_layer
-    word = ""
-    for has_rope, has_window in zip(uses_rope, uses_window, strict=True):
-        if has_rope:
-            word += "W" if has_window else "F"
-        else:
-            word += "S" if has_window else "N"
+    word = "".join(letter(*kind) for kind in zip(uses_rope, uses_window, strict=True))
     # the shortest beginning that gives the word when it is repeated
     period = next(n for n in range(1, n_layer + 1) if word.startswith(word[n:]))
     return settings | {"layer_pattern": word[:period]}
@@ -203,7 +163,9 @@ def export_model(model):
 
     Raises UserError for a model that has no equivalent there.
     """
-    c, factors = write_config(model, choose_family(model, FAMILIES, "transformers"))
+    # the norm of BLOOM's embeddings became part of them at the import
+    allowed = {name: family for name, family in FAMILIES.items() if name != "bloom"}
+    c, factors = write_config(model, choose_family(model, allowed, "transformers"))
     return c, export_tensors(model, c, factors)
 
 
@@ -214,15 +176,13 @@ def choose_family(model, allowed, reader):
     nearest family, and what it would need.
     """
     imported = model.meta.get("family")
-    if imported in FAMILIES and FAMILIES[imported].read_only:
-        raise UserError(f"{FAMILIES[imported].read_only}: keep the checkpoint that was imported")
     found = {}
     for name, family in sorted(allowed.items(), key=lambda item: item[0] != imported):
         missing = find_obstacles(model, name, family)
-        if not missing and not family.read_only:
+        if not missing:
             return name
         found[name] = missing
-    nearest = min(found, key=lambda name: len(found[name]) or math.inf)
+    nearest = min(found, key=lambda name: len(found[name]))
     missing = found[nearest]
     raise UserError(
         f"{' with '.join(missing)} has no equivalent among the models that {reader} loads: to be a "
@@ -246,7 +206,8 @@ def find_obstacles(model, name, family):
     }
     without = [setting for setting in usual if (FIELDS | family.fields)[setting] is None]
     allowed |= {setting: (usual[setting],) for setting in without}
-    if not family.partial and has_positions(config):
+    positions = [has_positions(config, layer) for layer in range(config.n_layer)]
+    if not family.partial and any(positions):
         allowed["rope_fraction"] = (1.0,)
     found = {}
     for setting, choices in allowed.items():
@@ -254,12 +215,8 @@ def find_obstacles(model, name, family):
         is_near = type(value) is float and math.isclose(value, choices[0], rel_tol=1e-6)
         if value not in choices and not is_near:
             found[f"--{setting}={value}"] = f"--{setting}={choices[0]}"
-    # kinds of layers, whatever their order; DroPE's layers have no positions
-    without_positions = {"F": "N", "W": "S"}
-    kinds = set()
-    for layer in range(config.n_layer):
-        kind = config.layer_kind(layer)
-        kinds.add(kind if has_positions(config) else without_positions.get(kind, kind))
+    # kinds of layers, whatever their order
+    kinds = {letter(has, config.uses_window(layer)) for layer, has in enumerate(positions)}
     if not any(kinds <= set(pattern) for pattern in family.patterns):
         needed = " or ".join(family.patterns)
         found[f"layers of the kinds {''.join(sorted(kinds))}"] = f"--layer_pattern={needed}"
@@ -267,15 +224,7 @@ def find_obstacles(model, name, family):
         found[f"--n_head={config.n_head}"] = f"an --n_head that divides {config.n_embd}"
     if getattr(model.pos, "local", None) and kinds >= {"F", "W"} and not family.by_kind:
         found["RoPE that differs in layers with a window"] = "--rope_local_base=0 and --layers=all"
-    if config.pos == "alibi" and model.pos.position_scale != 1:
-        found["extended ALiBi"] = "--method=none"
     return found
-
-
-def has_positions(config):
-    """Return whether a model is more than the causal mask."""
-    method = config.extension["method"] if config.extension else "none"
-    return config.pos != "nope" and method != "drope"
 
 
 def write_config(model, name):
@@ -295,16 +244,12 @@ def write_config(model, name):
             fields["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
             # transformers looks for it here
             fields["rope_parameters"] |= {k: x for k, x in full.items() if k == "truncate"}
-        elif some["rope_type"] in ("linear", "proportional"):
+        elif some["rope_type"] == "linear":
             # transformers has the original length here, and other programs multiply it
             fields["max_position_embeddings"] = config.original_length
     if name == "ministral3":
+        # RoPE is extended from the same length there
         length = config.score_scale_length or config.original_length
-        require(
-            some.get("original_max_position_embeddings", length) == length,
-            f"--score_scale_length={length} has no equivalent in a Ministral 3, whose scores are "
-            f"scaled from its original length on: it needs {config.original_length}",
-        )
         some["llama_4_scaling_beta"] = config.score_scale_coefficient
         some["original_max_position_embeddings"] = length
     return AutoConfig.for_model(name, **fields | family.write(config)), factors
@@ -316,7 +261,7 @@ def write_ropes(model, family):
     ropes, factors = {}, {}
     for layer in range(config.n_layer):
         has_window = config.uses_window(layer)
-        if has_window in ropes or not config.uses_positions(layer) or not has_positions(config):
+        if has_window in ropes or not has_positions(config, layer):
             continue
         scheme = model.pos.of_layer(layer)
         own = scheme.config
@@ -343,12 +288,8 @@ def export_tensors(model, c, factors):
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         tensors[theirs] = fold.write(joined, c).contiguous()
     if c.model_type == "mpt":
-        biases = [tensors.pop(name) for name in list(tensors) if name.endswith("bias")]
-        require(
-            not any(x.any() for x in biases),
-            "the norms have biases since the model was trained, and those of an MPT have none: "
-            "export the model that was imported",
-        )
+        # whose norms have no biases
+        tensors = {name: x for name, x in tensors.items() if not name.endswith("bias")}
     return tensors
 
 

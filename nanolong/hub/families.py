@@ -79,7 +79,6 @@ class Family:
     embed_scale: Callable = lambda config: 1.0  # GPTConfig -> what it has to be
     read: Callable = lambda c: {}  # config -> more of our settings
     write: Callable = lambda config: {}  # GPTConfig -> more fields
-    read_only: str = ""  # why it is not exported
 
 
 def table(text):
@@ -118,10 +117,15 @@ def tensor_layout(family, n_layer, names=None):
 # What some families say in their own way
 
 
-def is_rotated(config, layer):
-    """Return whether a layer of our model has RoPE."""
+def has_positions(config, layer):
+    """Return whether a layer of our model has more than the causal mask; DroPE's have not."""
     method = config.extension["method"] if config.extension else "none"
-    return config.pos == "rope" and method != "drope" and config.uses_positions(layer)
+    return config.pos != "nope" and method != "drope" and config.uses_positions(layer)
+
+
+def letter(has_rope, has_window):
+    """Return the kind of a layer, as layer_pattern has it."""
+    return ("FW" if has_rope else "NS")[has_window]
 
 
 def write_window(config):
@@ -138,7 +142,7 @@ def write_layer_types(config):
 
 def write_smollm3(config):
     """1 stands for a layer with RoPE, whatever the name says."""
-    rotated = [int(is_rotated(config, i)) for i in range(config.n_layer)]
+    rotated = [int(has_positions(config, i)) for i in range(config.n_layer)]
     return write_layer_types(config) | {"no_rope_layers": rotated}
 
 
@@ -195,7 +199,7 @@ def write_granite(config):
 
 
 def write_granite_hybrid(config):
-    has_rope = any(is_rotated(config, i) for i in range(config.n_layer))
+    has_rope = any(has_positions(config, i) for i in range(config.n_layer))
     return write_granite(config) | {
         "position_embedding_type": "rope" if has_rope else None,
         "layer_types": ["full_attention"] * config.n_layer,
@@ -207,24 +211,17 @@ def write_granite_hybrid(config):
 
 def read_granite_swa(c):
     """layer_rope_theta has a base for each layer, and 0 for those without positions."""
-    settings = read_granite(c)
-    if not any(c.layer_rope_theta or ()):
-        return settings
-    bases = {"full_attention": set(), "sliding_attention": set()}
-    for base, kind in zip(c.layer_rope_theta, c.layer_types, strict=True):
-        bases[kind] |= {float(base)} - {0.0}
-    require(
-        max(map(len, bases.values())) == 1,
-        "layer_rope_theta has several bases in layers of one kind, and here those with and those "
-        "without a window have one each: choose another checkpoint",
-    )
-    full, local = (next(iter(found), None) for found in bases.values())
-    differs = None not in (full, local) and full != local
-    return settings | {"rope_base": full or local, "rope_local_base": local if differs else 0.0}
+    found = zip(c.layer_types, c.layer_rope_theta, strict=True)
+    bases = {kind: float(base) for kind, base in found if base}
+    if not bases:
+        return read_granite(c)
+    local = bases.get("sliding_attention", 0.0)
+    base = bases.get("full_attention", local)
+    return read_granite(c) | {"rope_base": base, "rope_local_base": local if local != base else 0.0}
 
 
 def write_granite_swa(config):
-    bases = [config.rope_base * is_rotated(config, i) for i in range(config.n_layer)]
+    bases = [config.rope_base * has_positions(config, i) for i in range(config.n_layer)]
     # transformers wants a window, also if no layer has it
     more = {"layer_rope_theta": bases, "sliding_window": config.window or 128}
     return write_granite(config) | write_layer_types(config) | more
@@ -360,7 +357,6 @@ FAMILIES = {
         top=table("transformer.word_embeddings=embed transformer.ln_f=norm lm_head=head"),
         layer={name.replace("attention.", "self_attention."): x for name, x in NEOX_LAYER.items()},
         folds={"self_attention.query_key_value": BY_HEAD},
-        read_only="the norm of BLOOM's embeddings became part of them at the import",
     ),
     "mpt": derive(
         GPT2,

@@ -9,20 +9,15 @@ from transformers import AutoConfig
 
 import rope_scaling
 from nanolong.errors import UserError, require
-from nanolong.hub import convert
-from nanolong.hub.families import FAMILIES, head_dim, is_rotated, tensor_layout
+from nanolong.hub import convert, gguf_tokenizer
+from nanolong.hub.families import FAMILIES, has_positions, head_dim, tensor_layout
 from nanolong.hub.folder import Source
 from nanolong.hub.gguf_header import read_header, read_tensor
 from nanolong.hub.verify import as_user_error
 
 # architectures that are read -> whether llama.cpp rotates adjacent channels in it, so that the rows
-# of q and k are stored in another order, and whether it has tables that divide RoPE's frequencies
-ARCHITECTURES = {
-    "llama": (True, True),
-    "qwen2": (False, False),
-    "qwen3": (False, False),
-    "smollm3": (True, False),
-}
+# of q and k are stored in another order
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False, "smollm3": True}
 FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -40,21 +35,15 @@ OTHERS = ("rope.dimension_count", "attention.value_length", "rope.freq_base", "r
 # what Llama 3.1 to 3.3 have; a file has only their table
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
+# what divides RoPE's frequencies, in llama alone
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def swap_pairs(x, n, m):
-    """Exchange the last two dimensions of rows (H, n, m)."""
+def swap_pairs(x, name, arch, n, m):
+    """Exchange the last two dimensions of rows (H, n, m) that are in another order there."""
+    if not ARCHITECTURES[arch] or ("attn_q." not in name and "attn_k." not in name):
+        return x
     return x.unflatten(0, (-1, n, m)).transpose(1, 2).flatten(0, 2)
-
-
-def find_names(arch, n_layer):
-    """Return (their name, its name in a GGUF file) of all tensors that a model can have."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
-    for theirs, *_ in tensor_layout(FAMILIES[arch], n_layer):
-        name = names.get_name(theirs, (".weight", ".bias"))
-        if name is not None:
-            yield theirs, name
 
 
 # -----------------------------------------------------------------------------
@@ -63,7 +52,6 @@ def find_names(arch, n_layer):
 
 def read_gguf(file):
     """Return the Source of a file. Raises UserError for what has no equivalent."""
-    require(file.is_file(), f"there is no file {file}: give that of a GGUF model on this machine")
     with as_user_error(file):
         metadata, places = read_header(file)
         arch = metadata.get("general.architecture")
@@ -76,7 +64,7 @@ def read_gguf(file):
             f"{file} is a part of a model: join them by llama.cpp's llama-gguf-split --merge",
         )
         own = read_own(file, metadata, arch)
-        names = ROPE_TABLES if ARCHITECTURES[arch][1] else ()
+        names = ROPE_TABLES if arch == "llama" else ()
         tables = {name: read_tensor(file, places.pop(name)) for name in names if name in places}
         values = {theirs: own[key] for key, theirs in FIELDS.items() if key in own}
         require("context_length" in own, f"{file} does not say its context_length")
@@ -91,14 +79,14 @@ def read_gguf(file):
         c = AutoConfig.for_model(kind, **values | ids | {"pad_token_id": None})
         require(c.num_hidden_layers <= len(places), f"{file} has not all of its tensors")
         tensors = {}
-        for theirs, name in find_names(arch, c.num_hidden_layers):
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.num_hidden_layers)
+        for theirs, *_ in tensor_layout(FAMILIES[kind], c.num_hidden_layers):
+            name = names.get_name(theirs, (".weight", ".bias"))
             if name in places:
                 x = read_tensor(file, places.pop(name))
-                if ARCHITECTURES[arch][0] and ("attn_q." in name or "attn_k." in name):
-                    x = swap_pairs(x, head_dim(c) // 2, 2)
-                tensors[theirs] = x
+                tensors[theirs] = swap_pairs(x, name, arch, head_dim(c) // 2, 2)
     require(not places, f"{file}: there is no parameter here for {', '.join(list(places)[:3])}")
-    return Source(c, tensors, metadata=metadata)
+    return Source(c, tensors, metadata)
 
 
 def read_own(file, metadata, arch):
@@ -106,16 +94,14 @@ def read_own(file, metadata, arch):
     own = {}
     for key, x in metadata.items():
         if key.startswith(f"{arch}."):
-            key = key.removeprefix(f"{arch}.")
-            require(
-                not isinstance(x, list) or len(set(x)) == 1,
-                f"{file}: {key} differs from layer to layer, and here all have the same: choose "
-                "another model",
-            )
-            own[key] = x[0] if isinstance(x, list) else x
+            is_same = isinstance(x, list) and len(set(x)) == 1
+            own[key.removeprefix(f"{arch}.")] = x[0] if is_same else x
     head = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
     own.setdefault("rope.dimension_count", head)
     plain = {"attention.value_length": head, "rope.dimension_count": head, "attention.causal": True}
+    if arch != "llama":
+        # which layers have the window is not in the metadata
+        plain["attention.sliding_window"] = 0
     wrong = []
     for key, x in own.items():
         is_known = not x or key in FIELDS or key.startswith(OTHERS)
@@ -123,9 +109,6 @@ def read_own(file, metadata, arch):
             is_known = x == plain[key]
         if not is_known:
             wrong.append(key)
-    if arch != "llama" and own.get("attention.sliding_window"):
-        # which layers have the window is not in the metadata
-        wrong.append("attention.sliding_window")
     require(
         not wrong,
         f"{file}: {', '.join(f'{key}={own[key]}' for key in wrong)} has no equivalent here: choose "
@@ -149,8 +132,6 @@ def read_rope(file, own, tables):
         f"{file}: rope.scaling {scaling} with tables {', '.join(tables) or 'none'} has no "
         "equivalent here: choose another model"
     )
-    if any(2 * len(table) != own["rope.dimension_count"] for table in tables.values()):
-        raise refusal
     if tables or kind == "longrope":
         names = ROPE_TABLES[1:] if kind == "longrope" else ROPE_TABLES[:1] * 2
         if not tables.keys() >= set(names) or (kind != "none" and factor != 1):
@@ -216,7 +197,7 @@ YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 def export_model(model):
-    """Do as convert.export_model(), for the models that llama.cpp has; returns its RoPE too.
+    """Do as convert.export_model(), for the models that llama.cpp has.
 
     It applies no window in these, has SiLU in every MLP whatever a config says, and leaves RoPE out
     of every fourth layer of a SmolLM3.
@@ -227,21 +208,22 @@ def export_model(model):
         patterns = ("FN",) if name == "smollm3" else ("F",)
         has = FAMILIES[name].has | {"mlp": ("swiglu",)}
         allowed[name] = dataclasses.replace(FAMILIES[name], patterns=patterns, has=has)
-    rotated = [is_rotated(config, i) for i in range(config.n_layer)]
+    rotated = [has_positions(config, i) for i in range(config.n_layer)]
     if rotated != [(i + 1) % 4 != 0 for i in range(config.n_layer)]:
         del allowed["smollm3"]
     name = convert.choose_family(model, allowed, "llama.cpp")
     c, factors = convert.write_config(model, name)
-    rope, table = write_rope(c.rope_parameters, model, name)
+    _, table = write_rope(c, model)
     if table is not None:
         # its angles have no factor on cos and sin in llama.cpp: the queries get all of it
         factors = dict.fromkeys(factors, 1.0)
-    return c, convert.export_tensors(model, c, factors), (rope, table)
+    return c, convert.export_tensors(model, c, factors)
 
 
-def write_rope(p, model, arch):
+def write_rope(c, model):
     """Return (metadata, the table that divides the frequencies or None)."""
-    config, kind = model.config, p["rope_type"]
+    config, p = model.config, c.rope_parameters
+    kind = p["rope_type"]
     rope = {"rope.freq_base": float(p["rope_theta"]), "rope.scaling.type": "none"}
     if kind == "default":
         return rope, None
@@ -254,24 +236,26 @@ def write_rope(p, model, arch):
         "llama.cpp chooses longrope's table by its cache's size: leave out short_factor",
     )
     require(
-        ARCHITECTURES[arch][1],
-        f"llama.cpp reads no RoPE table for {arch}: extend by --method=yarn, pi or ntk",
+        c.model_type == "llama",
+        f"llama.cpp reads no RoPE table for {c.model_type}: extend by --method=yarn, pi or ntk",
     )
     plain, _ = rope_scaling.none(p["rope_theta"], config.head_dim, 1, 1.0)
     return rope, (plain / model.pos.inv_freq).clamp(max=1e30).float()
 
 
-def write_gguf(file, model, c, tensors, rope, store, tokenizer_metadata):
-    """Write what export_model() returned. store: a key of TYPES."""
+def write_gguf(file, model, c, tensors, store, tokenizer):
+    """Write what export_model() returned, and a tokenizer. store: a key of TYPES."""
     arch, config = c.model_type, model.config
+    rope, table = write_rope(c, model)
     writer = gguf.GGUFWriter(None, arch)
-    values = {key: getattr(c, theirs, None) for key, theirs in FIELDS.items()} | rope[0]
+    values = {key: getattr(c, theirs, None) for key, theirs in FIELDS.items()} | rope
     values["context_length"] = config.block_size
     head = ("attention.key_length", "attention.value_length", "rope.dimension_count")
     values |= dict.fromkeys(head, config.head_dim)
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     add |= {str: writer.add_string, list: writer.add_array}
-    values = {f"{arch}.{key}": x for key, x in values.items()} | tokenizer_metadata
+    values = {f"{arch}.{key}": x for key, x in values.items()}
+    values |= gguf_tokenizer.tokenizer_metadata(tokenizer, model)
     for key, x in values.items():
         if x is not None:
             add[type(x)](key, x)
@@ -281,14 +265,12 @@ def write_gguf(file, model, c, tensors, rope, store, tokenizer_metadata):
         writer.add_name(model.meta["imported"])
     if store == "q8_0":
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    if rope[1] is not None:
-        writer.add_tensor(ROPE_TABLES[0], rope[1].numpy())
-    for theirs, name in find_names(arch, config.n_layer):
-        if theirs not in tensors:
-            continue
-        x = tensors[theirs].float()
-        if ARCHITECTURES[arch][0] and ("attn_q." in name or "attn_k." in name):
-            x = swap_pairs(x, 2, config.head_dim // 2)
+    if table is not None:
+        writer.add_tensor(ROPE_TABLES[0], table.numpy())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.n_layer)
+    for theirs, x in tensors.items():
+        name = names.get_name(theirs, (".weight", ".bias"))
+        x = swap_pairs(x.float(), name, arch, 2, config.head_dim // 2)
         kind = TYPES[store] if x.dim() == 2 else "F32"
         # a block of Q8_0 holds 32 values of a row
         if kind == "Q8_0" and x.shape[1] % 32:

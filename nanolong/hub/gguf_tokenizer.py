@@ -11,7 +11,8 @@ from typing import NamedTuple
 from data.tokenizer import rust_errors
 from nanolong import chat, tokenizer_files
 from nanolong.errors import UserError
-from nanolong.hub.tokenizer import put_first
+from nanolong.hub.tokenizer import put_first, to_files
+from nanolong.hub.verify import as_user_error
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -55,25 +56,16 @@ def read_tokenizer(file, metadata, vocab_size):
     Raises UserError if the metadata are damaged.
     """
     model, name = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-    reason = ""
-    if model != "gpt2":
-        reason = f"the tokenizer of the file is {model!r}, and only byte-level BPE is read"
-    elif not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        reason = f"the file's pre-tokenizer is {name!r}, and those known here are {known}"
-    if reason:
-        note = f"{reason}: the model works on token ids only (for text, give --tokenizer=DIR "
-        note += "of its tokenizer.json)"
+    if model != "gpt2" or str(name) not in PRE_TOKENIZERS:
+        note = f"the tokenizer of the file is {model!r} with the pre-tokenizer {name!r}, and only "
+        note += f"'gpt2' with {', '.join(PRE_TOKENIZERS)} is read: the model works on token ids "
+        note += "only (for text, give --tokenizer=DIR of its tokenizer.json)"
         return None, first_token(file, metadata, vocab_size), note
     with rust_errors(f"{file} has a damaged tokenizer", "download it again"):
         settings = tokenizer_settings(metadata)
-        text = build_tokenizer(metadata, settings).to_str()
-    config = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    files = {"tokenizer.json": text.encode(), "tokenizer_config.json": config.encode()}
-    try:
+        files = to_files(build_tokenizer(metadata, settings).to_str(), settings)
+    with as_user_error(file):
         return *tokenizer_files.make_tokenizer(files, {}, vocab_size), ""
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
 
 
 def first_token(file, metadata, n_tokens):
@@ -104,14 +96,9 @@ def check_same_tokens(file, metadata, folder, package):
 def tokenizer_settings(metadata):
     """Return the content of tokenizer_config.json."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
+    settings = {}
     for name, key in SPECIAL_TOKENS.items():
         if key in metadata:
-            if metadata[key] not in range(len(tokens)):
-                raise ValueError(f"{key} is {metadata[key]!r}, and there are {len(tokens)} tokens")
             settings[name] = tokens[metadata[key]]
     default = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]].adds_bos
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", default)
@@ -127,15 +114,9 @@ def build_tokenizer(metadata, settings):
 
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
-    kinds = {}
-    ids = {}
-    for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind == UNUSED:
-            continue
-        if token in ids:
-            raise ValueError(f"tokens {ids[token]} and {i} are both {token!r}")
-        ids[token] = i
-        kinds[token] = kind
+    found = enumerate(zip(tokens, types, strict=True))
+    used = [(token, i, kind) for i, (token, kind) in found if kind != UNUSED]
+    ids = {token: i for token, i, _ in used}
     # a space in a token is written as another character
     pairs = (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])
     merges = [(left, right) for left, right in pairs]
@@ -144,7 +125,7 @@ def build_tokenizer(metadata, settings):
 
     named = {settings[name] for name in SPECIAL_TOKENS if name in settings}
     # in the order of their ids, as a file has them
-    for token, kind in kinds.items():
+    for token, _, kind in used:
         is_special = kind in SPECIAL or token in named
         if is_special or kind == USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=False)])
@@ -175,8 +156,11 @@ def empty_bpe(pre_tokenizer, ids=None, merges=None):
 # Writing
 
 
-def tokenizer_metadata(tokenizer, vocab_size, adds_bos):
-    """Return the metadata of an ImportedTokenizer, for a model of so many ids. Raises UserError."""
+def tokenizer_metadata(tokenizer, model):
+    """Return the metadata of an ImportedTokenizer for a model, or of none. Raises UserError."""
+    if tokenizer is None:
+        return {"tokenizer.ggml.model": "none"}
+    vocab_size = model.config.vocab_size
     spec = json.loads(tokenizer.package.to_str())
     name = pre_tokenizer_name(spec)
     merges = spec["model"].get("merges")
@@ -196,7 +180,7 @@ def tokenizer_metadata(tokenizer, vocab_size, adds_bos):
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
-        "tokenizer.ggml.add_bos_token": adds_bos,
+        "tokenizer.ggml.add_bos_token": model.meta.get("bos") is not None,
         "tokenizer.ggml.add_space_prefix": False,
     }
     for name, key in SPECIAL_TOKENS.items():

@@ -3,14 +3,10 @@
 import torch
 from transformers import AutoConfig
 
-from nanolong.errors import UserError, require
+from nanolong.errors import UserError
 from nanolong.hub.folder import Source
 
 SIZES = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
-TOKENIZER_NOTE = (
-    "a ckpt.pt has no tokenizer, and the characters in meta.pkl are not read: the model works on "
-    "token ids only (for text, give --tokenizer=DIR of its tokenizer.json)"
-)
 
 
 def read_checkpoint(file):
@@ -18,7 +14,6 @@ def read_checkpoint(file):
 
     Raises UserError for any other file. No program in it is run.
     """
-    require(file.is_file(), f"there is no file {file}: give the ckpt.pt of nanoGPT")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         sizes = {name: int(content["model_args"][name]) for name in SIZES}
@@ -34,7 +29,7 @@ def read_checkpoint(file):
             **sizes,
         )
         matrices = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-        tensors, added = {}, []
+        tensors = {}
         for name, x in stored.items():
             # GPT-2 has them as (in, out), and biases always
             is_matrix = name.removesuffix(".weight").endswith(matrices)
@@ -43,7 +38,6 @@ def read_checkpoint(file):
             is_layer = name.startswith(("transformer.h.", "transformer.ln_f")) and x.dim()
             if is_layer and name.endswith(".weight") and bias not in stored:
                 tensors[bias] = x.new_zeros(len(x))
-                added.append(bias)
     # what torch and a wrong kind of content raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
@@ -51,4 +45,4 @@ def read_checkpoint(file):
             f"{file} is no ckpt.pt of nanoGPT ({reason}): give one, a .gguf, or the folder of a "
             "Hugging Face checkpoint"
         ) from None
-    return Source(c, tensors, added=tuple(added))
+    return Source(c, tensors)

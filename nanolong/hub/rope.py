@@ -11,23 +11,18 @@ import rope_scaling
 from nanolong.errors import UserError, require
 
 # rope_type -> method, if it has another name here
-METHODS = {"linear": "pi", "dynamic": "dynamic-ntk", "proportional": "pi"}
+METHODS = {"linear": "pi", "dynamic": "dynamic-ntk"}
 OPTIONS = {
     "default": (),
     "linear": (),
     "dynamic": (),
-    "proportional": (),
     "yarn": ("beta_fast", "beta_slow", "truncate"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-# Everything that is read. mlx-lm has the last two in place of attention_factor.
-KEYS = {
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
-    *("partial_rotary_factor", "attention_factor", "mscale", "mscale_all_dim"),
-    *("llama_4_scaling_beta", "short_mscale", "long_mscale"),
-    *(name for names in OPTIONS.values() for name in names),
-}
+# what some files say of the context length in tokens; the last: tokenizer_config.json
+LENGTHS = ("max_sequence_length", "model_max_length", "tokenizer_model_max_length")
+LENGTHS += ("length_of_tokenizer",)
 
 
 def by_kind(parameters):
@@ -40,62 +35,42 @@ def by_kind(parameters):
 # Reading
 
 
-def read_rope(c, family, uses_window, lengths):
+def read_rope(c, uses_window):
     """Return the settings of GPTConfig for the RoPE of a config.
 
     uses_window: of each layer, since families differ in whether these have a RoPE of their own.
-    lengths: context lengths in tokens that other fields and files say.
     """
     parameters = c.rope_parameters
     if by_kind(parameters) == [parameters]:
-        return read_parameters(c, parameters, None, family, lengths)
-    found = {}
-    for kind in ("full_attention", "sliding_attention"):
-        if (kind == "sliding_attention") in uses_window:
+        return read_parameters(c, parameters, None)
+    found = []
+    for kind, has_window in (("full_attention", False), ("sliding_attention", True)):
+        if has_window in uses_window:
             # transformers looks for truncate outside
             p = {**parameters[kind], "truncate": parameters.get("truncate", True)}
-            found[kind] = read_parameters(c, p, kind, family, lengths)
-    settings = next(iter(found.values()))
-    local = found.get("sliding_attention", settings)
-    extension = settings["extension"]
-    require(
-        local["extension"] in (None, extension) and local["p_rope"] == settings["p_rope"],
-        "layers with a window have another scaling of RoPE than those without, and here they have "
-        "the same or none: choose another checkpoint",
-    )
+            found.append(read_parameters(c, p, kind))
+    settings, local = found[0], found[-1]
     if local["rope_base"] != settings["rope_base"]:
         settings["rope_local_base"] = local["rope_base"]
-    if extension and not local["extension"]:
-        extension["layers"] = "full"
+    # here layers with a window have the scaling of the others, or none
+    if settings["extension"] and not local["extension"]:
+        settings["extension"]["layers"] = "full"
     return settings
 
 
-def read_parameters(c, p, layer_type, family, lengths):
+def read_parameters(c, p, layer_type):
     """Return the settings of GPTConfig for rope_parameters that hold for one kind of layer."""
     kind = p.get("rope_type", "default")
-    base, fraction = p["rope_theta"], p.get("partial_rotary_factor") or 1.0
-    require(
-        fraction == 1 or family.partial or kind == "proportional",
-        f"partial_rotary_factor is {fraction}, and transformers' own models of this type rotate "
-        "whole heads: set it to 1, if that is meant",
-    )
-    # proportional has the frequencies of the whole head, others those of the rotated part
-    is_p_rope = kind == "proportional"
     settings = {
-        "rope_base": float(base),
-        "rope_fraction": 1.0 if is_p_rope else fraction,
-        "p_rope": fraction if is_p_rope else 1.0,
+        "rope_base": float(p["rope_theta"]),
+        "rope_fraction": p.get("partial_rotary_factor") or 1.0,
         "block_size": c.max_position_embeddings,
         "extension": None,
     }
-    factor = p.get("factor")
-    require(
-        factor is None or factor >= 1,
-        f"the factor of RoPE's scaling is {factor}, and it is at least 1: download it again",
-    )
-    if kind == "default" or (is_p_rope and factor in (None, 1)):
+    if kind == "default":
         return settings
-    original, length = read_lengths(kind, factor, c.max_position_embeddings, p, lengths)
+    factor = p.get("factor")
+    original, length = read_lengths(c, p, kind)
     options = {key: p[key] for key in OPTIONS[kind] if p.get(key) is not None}
     if {"attention_factor", "mscale"} & p.keys() and kind in ("yarn", "longrope"):
         options["attention_factor"] = float(compute(c, p, layer_type)[1])
@@ -113,12 +88,11 @@ def read_parameters(c, p, layer_type, family, lengths):
     return settings
 
 
-def read_lengths(kind, factor, length, p, lengths):
-    """Return the original and the extended context length in tokens.
-
-    length: max_position_embeddings, which is either, by the convention of whoever wrote it.
-    lengths: what other fields and files say.
-    """
+def read_lengths(c, p, kind):
+    """Return the original and the extended context length in tokens."""
+    # it is either, by the convention of whoever wrote it
+    length = c.max_position_embeddings
+    factor = p.get("factor")
     original = int(p.get("original_max_position_embeddings") or 0)
     if not factor:
         return original or length, length
@@ -127,8 +101,9 @@ def read_lengths(kind, factor, length, p, lengths):
         # the factor of llama3 is not that of the lengths; model cards add YaRN and leave the length
         has_both = length > original and (kind in ("llama3", "longrope") or length > extended)
         return original, length if has_both else extended
-    if kind in ("linear", "proportional") and round(length * factor) not in lengths:
-        return round(length / factor), length
+    others = [getattr(c, name, None) for name in LENGTHS]
+    if kind == "linear" and round(length * factor) not in others:
+        return max(1, round(length / factor)), length
     # transformers computes the others from this length as the original one
     return length, round(length * factor)
 
@@ -152,22 +127,17 @@ def write_rope(config, pos, family):
     They are the first of candidates() from which transformers computes these frequencies.
     """
     method = config.extension["method"] if config.extension else "none"
-    require(
-        method not in rope_scaling.EVALUATION_ONLY,
-        f"method {method!r} replaces attention, and transformers has nothing like it: extend the "
-        "model by another --method",
-    )
     # longrope has two tables; ntk-lceg follows the context length, not the text
+    is_dynamic = pos.is_dynamic and method not in ("longrope", "ntk-lceg")
     require(
-        not pos.is_dynamic or method in ("longrope", "ntk-lceg"),
-        f"method {method!r} follows the length of the text, and a config has fixed frequencies: "
-        "extend by a static --method, or fix the length by --options=length=N",
+        not is_dynamic and method not in rope_scaling.EVALUATION_ONLY,
+        f"method {method!r} follows the length of the text or replaces attention, and a config has "
+        "fixed frequencies: extend by a static --method, or fix the length by --options=length=N",
     )
     if pos.is_dynamic:
         pos = copy.deepcopy(pos)  # the model's follows the length of its inputs
         pos.update_tables(config.block_size)
-    fits = pos.rotary_dim == config.head_dim or family.partial
-    for p in candidates(config, pos) if fits else ():
+    for p in candidates(config, pos):
         if p["rope_type"] not in (family.rope_types or OPTIONS):
             continue
         if p["rope_type"] != "default":
@@ -182,14 +152,11 @@ def write_rope(config, pos, family):
             head_dim=config.head_dim,
         )
         inv_freq, factor = compute(c, c.rope_parameters)
-        # proportional has no frequencies of pairs that are not rotated
-        theirs = torch.zeros_like(pos.inv_freq)
-        theirs[: len(inv_freq)] = inv_freq.double()[: len(theirs)]
-        if torch.allclose(theirs, pos.inv_freq, rtol=3e-6, atol=1e-20):
+        if torch.allclose(inv_freq.double(), pos.inv_freq, rtol=3e-6, atol=1e-20):
             return p, factor
     raise UserError(
-        f"RoPE in {pos.rotary_dim} of {config.head_dim} channels by method {method!r} has no "
-        "equivalent in this family of transformers: choose another --method, or whole heads"
+        f"RoPE by method {method!r} has no equivalent in this family of transformers: choose "
+        "another --method"
     )
 
 
@@ -213,9 +180,6 @@ def candidates(config, pos):
         yield longrope | {key: options[key] for key in OPTIONS["longrope"]}
         return
     yield {"rope_type": "default", **base}
-    if config.p_rope < 1:
-        more = {"partial_rotary_factor": config.p_rope, "factor": factor}
-        yield {"rope_type": "proportional", **base, **more}
     if pos.rotary_dim > 2 and pos.inv_freq[-1] > 0 and pos.attention_factor == 1:
         # another base: the slowest pair has base^(-(dim - 2) / dim)
         slowest = pos.inv_freq[-1].item() ** (-pos.rotary_dim / (pos.rotary_dim - 2))

@@ -10,11 +10,6 @@ from data.tokenizer import (
 )
 from nanolong import tokenizer_files
 
-NOT_WRITTEN = (
-    "no tokenizer is written, because only one of bytes and a tokenizer.json are: the export works "
-    "on token ids (for text, give --tokenizer=DIR of the tokenizer.json of this vocabulary)"
-)
-
 
 def make_exported(tokenizer, adds_bos: bool, length: int):
     """Return a tokenizer with the files that are written, or None for characters and tiktoken's.
@@ -35,19 +30,19 @@ def make_exported(tokenizer, adds_bos: bool, length: int):
         put_first(package, tokenizer.bos)
         text = package.to_str()
     eos = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": length,
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": adds_bos,
-    }
+    settings = {"model_max_length": length, "add_bos_token": adds_bos}
     for name, i in (("bos_token", tokenizer.bos), ("eos_token", eos)):
         settings[name] = None if i is None else tokenizer.package.id_to_token(i)
+    files = tokenizer.files | to_files(text, settings)
+    return ImportedTokenizer(files, tokenizer.bos, tokenizer.eos, tokenizer.vocab_size)
+
+
+def to_files(text, settings):
+    """Return the files of the text of a tokenizer.json, and of the settings next to it."""
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {"clean_up_tokenization_spaces": False}
     config = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    files = {"tokenizer.json": text.encode(), "tokenizer_config.json": config.encode()}
-    return ImportedTokenizer(
-        tokenizer.files | files, tokenizer.bos, tokenizer.eos, tokenizer.vocab_size
-    )
+    return {"tokenizer.json": text.encode(), "tokenizer_config.json": config.encode()}
 
 
 def build_byte_level(tokenizer):

@@ -13,6 +13,8 @@ from dataclasses import replace
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -53,6 +55,13 @@ def load_theirs(c, tensors):
 
     Raises UserError unless the model has all of its tensors, and these shapes.
     """
+    tensors = {name: x for name, x in tensors.items() if not name.endswith(REDUNDANT)}
+    # checked first: an absurd number of layers takes long to build even without memory
+    require(
+        c.num_hidden_layers <= len(tensors),
+        f"its config.json says {c.num_hidden_layers} layers, and there are {len(tensors)} tensors: "
+        "download both again",
+    )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(c)
     absent = [name for name, _ in empty.named_parameters() if name not in tensors]
@@ -66,11 +75,10 @@ def load_theirs(c, tensors):
     )
     dtype = functools.reduce(torch.promote_types, {x.dtype for x in tensors.values()})
     options = {"dtype": torch.float32 if dtype == torch.float64 else dtype, "config": c}
-    options |= {"state_dict": dict(tensors), "output_loading_info": True}
+    options |= {"state_dict": tensors, "output_loading_info": True}
     theirs, info = type(empty).from_pretrained(None, **options)
     # what is missing became random weights
-    wrong = [*info["missing_keys"], *info["mismatched_keys"]]
-    wrong += [name for name in info["unexpected_keys"] if not name.endswith(REDUNDANT)]
+    wrong = [*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]]
     names = ", ".join(sorted(map(str, wrong))[:3])
     require(
         not wrong,
@@ -92,14 +100,12 @@ def compare(model, theirs):
     kinds = [config.layer_kind(layer) for layer in range(config.n_layer)]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     far = far_positions(config, has_window=False)
+    # a long window hides no key at positions with gaps
+    plans = [(first, 4 * MAX_POSITION if config.window else 0, far)]
     if config.window:
-        # a short window shows which layers have it
-        plans = [(range(config.n_layer), N_TOKENS // 2, tokens)]
-        # a long one hides no key at positions with gaps
-        plans.append((first, 4 * MAX_POSITION, far))
+        # a short one shows which layers have it
+        plans.append((range(config.n_layer), N_TOKENS // 2, tokens))
         plans.append((first, 0, far_positions(config, has_window=True)))
-    else:
-        plans = [(first, 0, far)]
     for layers, window, positions in plans:
         small = cut_ours(model, layers, window), cut_theirs(theirs, layers, window)
         passes.append((*small, positions))
@@ -169,7 +175,7 @@ def largest_difference(ours, theirs, positions):
     options = {"logits_to_keep": N_FAR, "use_cache": False, "attention_mask": tokens >= 0}
     if ours.config.pos != "alibi":
         options["position_ids"] = positions[None]
-    with in_float32(ours), in_float32(theirs), warnings.catch_warnings():
+    with InFloat32(), warnings.catch_warnings():
         # a length beyond the context is meant here
         warnings.simplefilter("ignore")
         x = ours.hidden_states(tokens, None if end == n else positions)
@@ -186,31 +192,13 @@ def largest_difference(ours, theirs, positions):
     return difference
 
 
-@contextlib.contextmanager
-def in_float32(model):
-    """A context in which a model computes in float32, with one matrix at a time in it."""
-    hooks = []
-    stored = {}
+class InFloat32(TorchFunctionMode):
+    """A context in which weights of fewer bits are float32 in each operation, one at a time."""
 
-    def widen(module, args):
-        for p in module.parameters(recurse=False):
-            stored[p] = p.data
-            p.data = p.data.float()
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(torch.Tensor, widen, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
-    def restore(module, args, output):
-        for p in module.parameters(recurse=False):
-            p.data = stored.pop(p)
 
-    for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p.dtype != torch.float32]
-        is_matrix = not list(module.children()) and any(p.dim() == 2 for p in own)
-        if is_matrix:
-            hooks.append(module.register_forward_pre_hook(widen))
-            hooks.append(module.register_forward_hook(restore))
-        for p in [] if is_matrix else own:
-            p.data = p.data.float()
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def widen(x):
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
