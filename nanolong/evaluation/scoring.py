@@ -4,7 +4,7 @@ import codecs
 import hashlib
 import math
 import shlex
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -23,22 +23,18 @@ N_SHOWN = 4096  # tokens of the text that the report colours
 
 def open_texts(models, cfg):
     """Open the text that each checkpoint is scored on: a dict from name to Dataset or TextFile."""
-    opened = {}
+    # once for all checkpoints: its files are hashed
+    open_dataset = cache(Dataset)
     texts = {}
     for name, model in models.items():
         meta = model.meta
         folder = getattr(model, "folder", name)
-        reader = (folder, model.config.vocab_size, meta.get("tokenizer"))
         if cfg.text:
             texts[name] = read_text(model, folder, cfg.text)
             continue
         dataset = name_of_text(cfg.dataset or meta.get("dataset"), folder)
-        key = (dataset, meta.get("bos") is not None)
-        if key not in opened:
-            # once for all checkpoints: its files are hashed
-            opened[key] = Dataset(*key)
-        texts[name] = opened[key]
-        texts[name].check_model(*reader)
+        texts[name] = open_dataset(dataset, meta.get("bos") is not None)
+        texts[name].check_model(folder, model.config.vocab_size, meta.get("tokenizer"))
         note_changed_data(folder, meta, texts[name])
     shortest = min(cfg.lengths)
     for text in texts.values():
@@ -96,38 +92,6 @@ def describe_scored(texts, lengths, max_tokens):
     return list(dict.fromkeys(lines))
 
 
-def find_byte_lengths(text):
-    """Return the bytes of text that each token id stands for, and those that the tokenizer puts
-    before a document; None if they are unknown.
-
-    text: a Dataset or TextFile. If a normalizer changes its bytes, those of the file are divided
-    among its tokens.
-    """
-    if text.tokenizer is None:
-        return None
-    try:
-        known = torch.from_numpy(text.tokenizer.byte_lengths), text.tokenizer.added_bytes
-    except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
-        return None
-    return known if text.bytes_scale == 1 else [n * text.bytes_scale for n in known]
-
-
-def count_bytes(text, known, sequences, x, y):
-    """Return the bytes of the scored targets y of sequences with inputs x, by what is known of
-    find_byte_lengths(): (B, T).
-    """
-    byte_lengths, added_bytes = known
-    scored = y >= 0
-    n_bytes = byte_lengths[y.where(scored, 0)] * scored
-    if added_bytes:
-        # What the tokenizer has put before a document is not the document's.
-        starts_document = x == text.separator
-        if text.val.bos is not None:
-            starts_document[:, 0] = torch.tensor([start == 0 for _, start, _ in sequences])
-        n_bytes -= added_bytes * (scored & starts_document)
-    return n_bytes
-
-
 def plan_losses(models, cfg, texts):
     """Return the cells of every checkpoint and length: one for all protocols that share their
     forward passes.
@@ -168,7 +132,6 @@ def score(blank, model, text, cfg):
     placement = (first["protocol"], first.get("stride"), cfg.lengths)
     sequences = loss.find_sequences(text.val, length, cfg.max_tokens, *placement)
     dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-    known = find_byte_lengths(text)
     # what is read is hashed, not a description of it: one vocabulary may split text in two ways
     ids = hashlib.sha256(text.hash.encode())
     cells = [(record, *part) for record in blank for part in parts_of(record["protocol"], length)]
@@ -176,9 +139,10 @@ def score(blank, model, text, cfg):
     # sums of sequences are all that is kept, so that a long text needs little memory
     for batch, x, y, losses in loss.sequence_losses(model, text.val, length, sequences, dtype):
         ids.update(x.numpy().tobytes() + y.numpy().tobytes())
-        values = [losses, (y >= 0)]
-        if known:
-            values.append(count_bytes(text, known, batch, x, y))
+        values = [losses, y >= 0]
+        starts_file = [start == 0 for _, start, _ in batch]
+        n_bytes = text.count_bytes(x.numpy(), y.numpy(), starts_file)
+        values += [] if n_bytes is None else [torch.from_numpy(n_bytes)]
         for (_, start, end), found in zip(cells, rows, strict=True):
             sums = [value[:, start:end].sum(1).tolist() for value in values]
             found += [[round(total, 6), *n] for total, *n in zip(*sums, strict=True)]
