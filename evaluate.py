@@ -66,6 +66,7 @@ from nanolong.evaluation import (
     scoring,
     tables,
 )
+from nanolong.strict_json import write_lines
 
 Task = Literal["loss", "needle", "ruler"]
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
@@ -258,7 +259,8 @@ def evaluate(cfg, given, paths, writes):
     bits = comparison.over_seeds(scoring.in_bits_per_byte(records), arms)
     shown = comparison.over_seeds(records, arms)
     comparison.compare(shown, list(arms))
-    log.write(file, [*records, *(record for record in shown if "seeds" in record)])
+    if file:
+        write_lines(Path(file), [*records, *(record for record in shown if "seeds" in record)])
     unequal = comparison.describe_unequal(models, arms)
     others = comparison.describe_other_tokens(records, texts, cfg.max_tokens)
     unequal += others

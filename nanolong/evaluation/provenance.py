@@ -1,8 +1,8 @@
 """What must stand next to a measured number, so that it can be measured again."""
 
-import contextlib
 import datetime
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -48,16 +48,14 @@ def _git(*words):
 
 def _cpu_name():
     """The processor and, of the vector instructions that decide its speed, those that it has."""
-    info = {}
-    with contextlib.suppress(OSError):  # where it is no Linux
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            info.setdefault(name.strip(), value.strip())
-    if "model name" not in info:
+    file = Path("/proc/cpuinfo")  # of Linux
+    info = file.read_text() if file.exists() else ""
+    name = re.search(r"model name\s*: (.*)", info)
+    if not name:
         return platform.processor() or platform.machine()
-    flags = info.get("flags", "").split()
-    found = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    return f"{info['model name']} ({', '.join(found) or 'no AVX2'})"
+    flags = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    found = [flag for flag in flags if re.search(rf"\b{flag}\b", info)]
+    return f"{name[1]} ({', '.join(found) or 'no AVX2'})"
 
 
 # Settings of GPTConfig that describe_checkpoint() shows in words.
