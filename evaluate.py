@@ -271,7 +271,8 @@ def evaluate(cfg, given, paths, writes):
         below = "; ".join([*scored, *unequal])
         plot_records(cfg.plot, bits if others else shown, models, below, bool(others))
     if cfg.report and writes:
-        write_report(cfg, models, texts, shown, unequal, scored)
+        source = "; ".join([f"{provenance.provenance(device)}, {dtype}", *scored])
+        write_report(cfg, models, texts, shown, unequal, source)
     refused = [record["refused"] for record in shown if "refused" in record]
     require(len(refused) < len(shown), f"nothing could be measured: {''.join(refused[:1])}")
     return 0
@@ -317,16 +318,11 @@ def plot_training(file, paths):
     return 0 if curve.plot_curves(folders, file) else 1
 
 
-def write_report(cfg, models, texts, records, unequal, scored):
+def write_report(cfg, models, texts, records, unequal, source):
     """Write the page of --report, with the text itself if a text was scored."""
-    device = devices.pick_device(cfg.device)
-    dtype = devices.pick_dtype(cfg.dtype, device)
     facts = {name: provenance.describe_checkpoint(model) for name, model in models.items()}
     lengths = sorted({model.config.original_length for model in models.values()})
-    shown = {}
-    for name, text in texts.items():
-        shown[name] = scoring.text_losses(models[name], text, cfg, dtype)
-    source = "; ".join([f"{provenance.provenance(device)}, {dtype}", *scored])
+    shown = {name: scoring.text_losses(models[name], text, cfg) for name, text in texts.items()}
     report.write_report(cfg.report, facts, lengths, records, shown, unequal, source)
     print(f"wrote {cfg.report}")
 

@@ -155,8 +155,7 @@ def describe_other_tokens(records, texts, max_tokens):
             ids.setdefault((record["protocol"], record["length"]), set()).add(record["ids"])
     if max(map(len, ids.values()), default=1) == 1:
         return []
-    # the hash of a TextFile is of its token ids, too
-    if len({getattr(text, "folder", text.name) for text in texts.values()}) > 1:
+    if len({text.name for text in texts.values()}) > 1:
         return ["unequal texts: the losses of different texts cannot be compared"]
     sentence = "unequal token ids: compare bits per byte (of chunked); there are no differences"
     longest = max(len(text.val) for text in texts.values())

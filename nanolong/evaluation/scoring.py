@@ -36,11 +36,6 @@ def open_texts(models, cfg):
         texts[name] = open_dataset(dataset, meta.get("bos") is not None)
         texts[name].check_model(folder, model.config.vocab_size, meta.get("tokenizer"))
         note_changed_data(folder, meta, texts[name])
-    shortest = min(cfg.lengths)
-    for text in texts.values():
-        problem = f"{text.name} holds {len(text.val)} tokens, too few for a sequence of {shortest}"
-        is_long = text.val.n_sequences(shortest).any()
-        require(is_long, f"{problem}: give a longer text, or shorter --lengths")
     return texts
 
 
@@ -184,12 +179,13 @@ def in_bits_per_byte(records):
     return converted if says_more else []
 
 
-def text_losses(model, text, cfg, dtype):
+def text_losses(model, text, cfg):
     """Return the loss of each token of the first sequence of the longest length that a model can
     compute: {"about", "tokens", "losses"}; {} if there is none.
 
     about: where it is from; tokens: the text of each, a character of several at its last one.
     """
+    dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for length in sorted(cfg.lengths, reverse=True):
         try:
