@@ -27,31 +27,24 @@ HEADER = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 HEADER_BYTES = 1024
 
 
-class TokenWriter:
-    """A new token file that is written in parts, as uint16, or uint32 if the ids need it."""
-
-    def __init__(self, file: Path, vocab_size: int):
-        self.magic = 20240520 if vocab_size <= 1 << 16 else 20240801
-        self.version, self.dtype = HEADER[self.magic]
-        self.n_tokens = 0
-        self.file = open(file, "xb")
-        self.file.write(bytes(HEADER_BYTES))
-
-    def write(self, ids):
-        self.file.write(np.asarray(ids, self.dtype).tobytes())
-        self.n_tokens += len(ids)
-
-    def close(self):
-        self.file.seek(0)
-        self.file.write(np.array([self.magic, self.version], "<i4").tobytes())
-        self.file.write(np.array(self.n_tokens, "<i8").tobytes())
-        self.file.close()
+@contextlib.contextmanager
+def token_writer(file: Path, vocab_size: int):
+    """Open a new token file, of uint16, or uint32 if the ids need it; yields what writes ids."""
+    magic = 20240520 if vocab_size <= 1 << 16 else 20240801
+    version, dtype = HEADER[magic]
+    with open(file, "xb") as f:
+        f.write(bytes(HEADER_BYTES))
+        yield lambda ids: f.write(np.asarray(ids, dtype).tobytes())
+        n_tokens = (f.tell() - HEADER_BYTES) // dtype.itemsize
+        f.seek(0)
+        f.write(np.array([magic, version], "<i4").tobytes())
+        f.write(np.array(n_tokens, "<i8").tobytes())
 
 
 def write_tokens(file: Path, ids, vocab_size: int):
     """Write token ids to a new file."""
-    with contextlib.closing(TokenWriter(file, vocab_size)) as writer:
-        writer.write(ids)
+    with token_writer(file, vocab_size) as write:
+        write(ids)
 
 
 def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
