@@ -144,10 +144,7 @@ def describe_unequal(models, arms):
 
 
 def describe_other_tokens(records, texts, max_tokens):
-    """Return a sentence if checkpoints do not score the same token ids, in a list.
-
-    texts: name -> Dataset or TextFile.
-    """
+    """Return a sentence if checkpoints do not score the same token ids, in a list."""
     # of one protocol and length, for each has other sequences
     ids = {}
     for record in select(records, task="loss"):

@@ -62,10 +62,7 @@ def read_text(model, folder, file):
 
 
 def note_changed_data(folder, meta, dataset):
-    """Print a note if a dataset has changed since a checkpoint was trained on it.
-
-    What is validation text now may have been training text then. meta: the checkpoint's.
-    """
+    """Print a note if a dataset has changed since a checkpoint with this meta was trained on it."""
     hashes = (meta.get("data_hash") or dataset.hash).split(",")  # of a mixture several
     was_trained_on = dataset.name in split_mixture(meta.get("dataset") or "")
     if was_trained_on and dataset.hash not in hashes:
