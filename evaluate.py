@@ -57,7 +57,6 @@ from nanolong.errors import note, require, run_main
 from nanolong.evaluation import (
     comparison,
     cost,
-    curve,
     figures,
     log,
     provenance,
@@ -101,7 +100,6 @@ class EvaluateConfig:
     # [output]
     plot: str = ""  # write a figure to this PNG file (needs matplotlib)
     report: str = ""  # write a page with everything measured to this HTML file
-    curves: str = ""  # only plot the training curves of run folders to this PNG file
     # write the records to this file as they come, with the step folder, dtype, device, data and
     # commit; a loss that is not finite is null. The same command, after a stop, reuses them
     json: str = ""
@@ -124,12 +122,9 @@ OF_TASK |= dict.fromkeys(("trials", "seed"), ["needle", "ruler"])
 def check_settings(cfg):
     """Refuse what measures nothing. Raises UserError."""
     require(not (cfg.text and cfg.dataset), "--text and --dataset both name a text: give one")
-    for name, ending in (("plot", ".png"), ("curves", ".png"), ("report", ".html")):
+    for name, ending in (("plot", ".png"), ("report", ".html")):
         file = getattr(cfg, name)
         require(not file or file.endswith(ending), f"--{name}={file}: end it in {ending}")
-    measures = cfg.plot or cfg.json or cfg.report
-    problem = "--curves plots logs and measures nothing: leave --plot, --json and --report out"
-    require(not (cfg.curves and measures), problem)
     some = cfg.task and cfg.protocol and cfg.ruler
     require(some, "--task, --protocol and --ruler are lists: name one at least")
     for name in ("max_tokens", "depths", "sequence_parallel"):
@@ -233,8 +228,6 @@ def measure_logged(models, cfg, texts, dtype, file):
 def evaluate(cfg, given, paths, writes):
     """Do what the settings say; only one process writes files. Returns the exit status."""
     check_settings(cfg)
-    if cfg.curves:
-        return plot_training(cfg.curves, paths) if writes else 0
     device = devices.pick_device(cfg.device)
     entry.load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
@@ -309,13 +302,6 @@ def plot_records(file, records, models, below, in_bits):
     if figure is not None:
         figure.savefig(file)
         print(f"wrote {file}")
-
-
-def plot_training(file, paths):
-    """Plot the logs of run folders. Returns the exit status, 1 without matplotlib."""
-    folders = {name: folder for arm in name_arms(paths).values() for name, folder in arm.items()}
-    check_writable(file)
-    return 0 if curve.plot_curves(folders, file) else 1
 
 
 def write_report(cfg, models, texts, records, unequal, source):
