@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from nanolong.evaluation.comparison import training_facts
 from nanolong.run import weights_hash
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,14 +65,12 @@ SHOWN = ("pos", "vocab_size", "block_size", "n_layer", "n_embd", "n_head", "exte
 
 def describe_checkpoint(model):
     """Return the settings and provenance of a loaded GPT: label -> text."""
-    config, meta = model.config, model.meta
+    config = model.config
     extension = "none"
     if config.extension:
         options = [f", {key} {value}" for key, value in config.extension["options"].items()]
         method, factor = config.extension["method"], config.extension["factor"]
         extension = f"{method}, factor {factor:g}{''.join(options)}"
-    # before and after extension; an imported checkpoint does not say
-    trained = [f"{n:,}" for n in (meta.get("pretraining_tokens"), meta.get("tokens")) if n]
     default = vars(type(config)())
     changed = {name: x for name, x in vars(config).items() if x != default[name]}
     others = [f"{name} {x}" for name, x in changed.items() if name not in SHOWN]
@@ -83,9 +82,7 @@ def describe_checkpoint(model):
         "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "context length": f"{config.block_size:,}, originally {config.original_length:,}",
         "extension": extension,
-        "trained tokens": ", then ".join(trained) or "unknown",
-        "dataset": meta.get("dataset") or "unknown",
-        "step": meta.get("step", "unknown"),
+        **training_facts(model),
         "stored dtype": str(model.stored_dtype).removeprefix("torch."),
         "weights": weights_hash(model),
     }
