@@ -226,7 +226,7 @@ def measure_logged(models, cfg, texts, dtype, file):
 
 
 def evaluate(cfg, given, paths, writes):
-    """Do what the settings say; only one process writes files. Returns the exit status."""
+    """Do what the settings say; only one process writes files."""
     check_settings(cfg)
     device = devices.pick_device(cfg.device)
     entry.load_entries(cfg.entry, POSITIONS)
@@ -260,15 +260,20 @@ def evaluate(cfg, given, paths, writes):
     print_tables(shown, bits, unequal)
     if file:
         print(f"wrote {file}")
+    lengths = sorted({model.config.original_length for model in models.values()})
     if cfg.plot and writes:
         below = "; ".join([*scored, *unequal])
-        plot_records(cfg.plot, bits if others else shown, models, below, bool(others))
+        plot_records(cfg.plot, bits if others else shown, lengths, below, bool(others))
     if cfg.report and writes:
+        facts = {name: provenance.describe_checkpoint(model) for name, model in models.items()}
+        coloured = {
+            name: scoring.text_losses(models[name], text, cfg) for name, text in texts.items()
+        }
         source = "; ".join([f"{provenance.provenance(device)}, {dtype}", *scored])
-        write_report(cfg, models, texts, shown, unequal, source)
+        report.write_report(cfg.report, facts, lengths, shown, coloured, unequal, source)
+        print(f"wrote {cfg.report}")
     refused = [record["refused"] for record in shown if "refused" in record]
     require(len(refused) < len(shown), f"nothing could be measured: {''.join(refused[:1])}")
-    return 0
 
 
 def print_tables(records, bits, unequal):
@@ -284,11 +289,10 @@ def print_tables(records, bits, unequal):
         print(line)
 
 
-def plot_records(file, records, models, below, in_bits):
+def plot_records(file, records, original_lengths, below, in_bits):
     """Write the figure of the losses, or if there are none of retrieval."""
     losses = tables.select(records, task="loss")
     retrieved = [record for record in records if "kind" in record]
-    original_lengths = sorted({model.config.original_length for model in models.values()})
     trained_at = " or ".join(f"{length:,}" for length in original_lengths)
     title = f"Trained at {trained_at} tokens"
     figure = None
@@ -302,15 +306,6 @@ def plot_records(file, records, models, below, in_bits):
     if figure is not None:
         figure.savefig(file)
         print(f"wrote {file}")
-
-
-def write_report(cfg, models, texts, records, unequal, source):
-    """Write the page of --report, with the text itself if a text was scored."""
-    facts = {name: provenance.describe_checkpoint(model) for name, model in models.items()}
-    lengths = sorted({model.config.original_length for model in models.values()})
-    shown = {name: scoring.text_losses(models[name], text, cfg) for name, text in texts.items()}
-    report.write_report(cfg.report, facts, lengths, records, shown, unequal, source)
-    print(f"wrote {cfg.report}")
 
 
 def main(argv=None):
@@ -331,7 +326,7 @@ def main(argv=None):
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        return evaluate(cfg, args.given, args.paths, writes=rank == 0)
+        evaluate(cfg, args.given, args.paths, writes=rank == 0)
 
 
 if __name__ == "__main__":
