@@ -68,21 +68,17 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
     # what has no header can only be told from damage by its values
     require(size and size % 2 == 0, damage)
     tokens = np.memmap(file, "<u2", "r")
+    n = len(tokens) // 2 * 2
+    low, high = tokens[:n].reshape(-1, 2)[:: max(1, n // 8192)].T
+    # of wider integers the upper half is 0, or small because the vocabulary is
+    is_wider = len(low) >= 8 and high.max() < 16 <= low.max()
     require(
-        vocab_size <= 1 << 16 and not is_wider(tokens),
+        vocab_size <= 1 << 16 and not is_wider,
         f"{file} has no header, so it should be uint16, as nanoGPT's files are, but it holds "
         "integers of 4 or 8 bytes, or its vocabulary is above 65,536: write its ids again by "
         "data.write_tokens(file, ids, vocab_size)",
     )
     return tokens
-
-
-def is_wider(tokens):
-    """Whether uint16 numbers are the halves of wider integers, as far as their values tell."""
-    n = len(tokens) // 2 * 2
-    low, high = tokens[:n].reshape(-1, 2)[:: max(1, n // 8192)].T
-    # the upper half is 0, or small because the vocabulary is
-    return len(low) >= 8 and high.max() < 16 <= low.max()
 
 
 def hash_files(files) -> str:
