@@ -209,7 +209,6 @@ def measure(models, cfg, lengths):
 
 def measure_logged(models, cfg, texts, dtype, file):
     """Measure what the file does not hold yet. Returns the records."""
-    saved = log.read_records(file) if file else []
     cells = plan(models, cfg, texts)
     local = {"dataset", "device", "entry", "json", "plot", "report", "text"}
     shared = {name: value for name, value in asdict(cfg).items() if name not in local}
@@ -222,7 +221,7 @@ def measure_logged(models, cfg, texts, dtype, file):
     origins = {name: {"folder": str(model.folder), **fields} for name, model in models.items()}
     for name, text in texts.items():
         origins[name]["data_hash"] = text.hash
-    return log.measure(cells, models, origins, [code, cfg.sequence_parallel], file, saved)
+    return log.measure(cells, models, origins, [code, cfg.sequence_parallel], file)
 
 
 def evaluate(cfg, given, paths, writes):

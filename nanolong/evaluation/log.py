@@ -52,13 +52,14 @@ def read_records(file):
     return records
 
 
-def measure(cells, models, origins, facts, file="", saved=()):
+def measure(cells, models, origins, facts, file):
     """Measure cells, and write all records so far to a file after each. Returns the records.
 
     models and origins: by checkpoint, a GPT and the fields to add to its records. facts: what else
-    all cells depend on, such as the code. file: "" for none. saved: of read_records(), of which
-    those with the key of a cell, a hash of all that its numbers depend on, are used in its place.
+    all cells depend on, such as the code. file: "" for none; its records with the key of a cell, a
+    hash of all that its numbers depend on, are used in its place.
     """
+    saved = read_records(file)
 
     def key_of(cell):
         name = cell.records[0]["checkpoint"]
@@ -86,7 +87,7 @@ def measure(cells, models, origins, facts, file="", saved=()):
             name, length = cell.records[0]["checkpoint"], cell.records[0]["length"]
             bar.set_description(f"{name} at {length:,}", refresh=False)
             found[key] = [{**r, **origins[name], "key": key} for r in cell.measure()]
-            if file and (Path(file).is_file() or not Path(file).exists()):  # no device
+            if Path(file).is_file() or not Path(file).exists():  # no device
                 write_lines(Path(file), [r for key in keys for r in found.get(key, [])])
     return [record for key in keys for record in found[key]]
 
