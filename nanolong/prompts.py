@@ -27,8 +27,7 @@ def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
     if start.startswith(("FILE:", "@")):
         path = start.removeprefix("@").removeprefix("FILE:")
         content = Path(path).read_bytes()
-        lines = [line.removesuffix(b"\r") for line in content.split(b"\n")]
-        texts = filter(None, lines) if start[0] == "@" else [content]
+        texts = filter(None, content.splitlines()) if start[0] == "@" else [content]
         # bytes that are not UTF-8 become surrogate escapes
         texts = [text.decode("utf-8", "surrogateescape") for text in texts]
         require(texts, f"{path} has no prompts: write one a line")
