@@ -51,7 +51,7 @@ def _cpu_name():
     """The processor and, of the vector instructions that decide its speed, those that it has."""
     file = Path("/proc/cpuinfo")  # of Linux
     info = file.read_text() if file.exists() else ""
-    name = re.search(r"model name\s*: (.*)", info)
+    name = re.search(r"model name\s*: (.*\S)", info)
     if not name:
         return platform.processor() or platform.machine()
     flags = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
