@@ -57,7 +57,6 @@ from nanolong.errors import note, require, run_main
 from nanolong.evaluation import (
     comparison,
     cost,
-    curve,
     figures,
     log,
     provenance,
@@ -66,6 +65,7 @@ from nanolong.evaluation import (
     scoring,
     tables,
 )
+from nanolong.strict_json import write_lines
 
 Task = Literal["loss", "needle", "ruler"]
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
@@ -100,7 +100,6 @@ class EvaluateConfig:
     # [output]
     plot: str = ""  # write a figure to this PNG file (needs matplotlib)
     report: str = ""  # write a page with everything measured to this HTML file
-    curves: str = ""  # only plot the training curves of run folders to this PNG file
     # write the records to this file as they come, with the step folder, dtype, device, data and
     # commit; a loss that is not finite is null. The same command, after a stop, reuses them
     json: str = ""
@@ -123,12 +122,9 @@ OF_TASK |= dict.fromkeys(("trials", "seed"), ["needle", "ruler"])
 def check_settings(cfg):
     """Refuse what measures nothing. Raises UserError."""
     require(not (cfg.text and cfg.dataset), "--text and --dataset both name a text: give one")
-    for name, ending in (("plot", ".png"), ("curves", ".png"), ("report", ".html")):
+    for name, ending in (("plot", ".png"), ("report", ".html")):
         file = getattr(cfg, name)
         require(not file or file.endswith(ending), f"--{name}={file}: end it in {ending}")
-    measures = cfg.plot or cfg.json or cfg.report
-    problem = "--curves plots logs and measures nothing: leave --plot, --json and --report out"
-    require(not (cfg.curves and measures), problem)
     some = cfg.task and cfg.protocol and cfg.ruler
     require(some, "--task, --protocol and --ruler are lists: name one at least")
     for name in ("max_tokens", "depths", "sequence_parallel"):
@@ -213,7 +209,6 @@ def measure(models, cfg, lengths):
 
 def measure_logged(models, cfg, texts, dtype, file):
     """Measure what the file does not hold yet. Returns the records."""
-    saved = log.read_records(file) if file else []
     cells = plan(models, cfg, texts)
     local = {"dataset", "device", "entry", "json", "plot", "report", "text"}
     shared = {name: value for name, value in asdict(cfg).items() if name not in local}
@@ -226,14 +221,12 @@ def measure_logged(models, cfg, texts, dtype, file):
     origins = {name: {"folder": str(model.folder), **fields} for name, model in models.items()}
     for name, text in texts.items():
         origins[name]["data_hash"] = text.hash
-    return log.measure(cells, models, origins, [code, cfg.sequence_parallel], file, saved)
+    return log.measure(cells, models, origins, [code, cfg.sequence_parallel], file)
 
 
 def evaluate(cfg, given, paths, writes):
-    """Do what the settings say; only one process writes files. Returns the exit status."""
+    """Do what the settings say; only one process writes files."""
     check_settings(cfg)
-    if cfg.curves:
-        return plot_training(cfg.curves, paths) if writes else 0
     device = devices.pick_device(cfg.device)
     entry.load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
@@ -258,21 +251,28 @@ def evaluate(cfg, given, paths, writes):
     bits = comparison.over_seeds(scoring.in_bits_per_byte(records), arms)
     shown = comparison.over_seeds(records, arms)
     comparison.compare(shown, list(arms))
-    log.write(file, [*records, *(record for record in shown if "seeds" in record)])
+    if file:
+        write_lines(Path(file), [*records, *(record for record in shown if "seeds" in record)])
     unequal = comparison.describe_unequal(models, arms)
     others = comparison.describe_other_tokens(records, texts, cfg.max_tokens)
     unequal += others
     print_tables(shown, bits, unequal)
     if file:
         print(f"wrote {file}")
+    lengths = sorted({model.config.original_length for model in models.values()})
     if cfg.plot and writes:
         below = "; ".join([*scored, *unequal])
-        plot_records(cfg.plot, bits if others else shown, models, below, bool(others))
+        plot_records(cfg.plot, bits if others else shown, lengths, below, bool(others))
     if cfg.report and writes:
-        write_report(cfg, models, texts, shown, unequal, scored)
+        facts = {name: provenance.describe_checkpoint(model) for name, model in models.items()}
+        coloured = {
+            name: scoring.text_losses(models[name], text, cfg) for name, text in texts.items()
+        }
+        source = "; ".join([f"{provenance.provenance(device)}, {dtype}", *scored])
+        report.write_report(cfg.report, facts, lengths, shown, coloured, unequal, source)
+        print(f"wrote {cfg.report}")
     refused = [record["refused"] for record in shown if "refused" in record]
     require(len(refused) < len(shown), f"nothing could be measured: {''.join(refused[:1])}")
-    return 0
 
 
 def print_tables(records, bits, unequal):
@@ -288,11 +288,10 @@ def print_tables(records, bits, unequal):
         print(line)
 
 
-def plot_records(file, records, models, below, in_bits):
+def plot_records(file, records, original_lengths, below, in_bits):
     """Write the figure of the losses, or if there are none of retrieval."""
     losses = tables.select(records, task="loss")
     retrieved = [record for record in records if "kind" in record]
-    original_lengths = sorted({model.config.original_length for model in models.values()})
     trained_at = " or ".join(f"{length:,}" for length in original_lengths)
     title = f"Trained at {trained_at} tokens"
     figure = None
@@ -306,27 +305,6 @@ def plot_records(file, records, models, below, in_bits):
     if figure is not None:
         figure.savefig(file)
         print(f"wrote {file}")
-
-
-def plot_training(file, paths):
-    """Plot the logs of run folders. Returns the exit status, 1 without matplotlib."""
-    folders = {name: folder for arm in name_arms(paths).values() for name, folder in arm.items()}
-    check_writable(file)
-    return 0 if curve.plot_curves(folders, file) else 1
-
-
-def write_report(cfg, models, texts, records, unequal, scored):
-    """Write the page of --report, with the text itself if a text was scored."""
-    device = devices.pick_device(cfg.device)
-    dtype = devices.pick_dtype(cfg.dtype, device)
-    facts = {name: provenance.describe_checkpoint(model) for name, model in models.items()}
-    lengths = sorted({model.config.original_length for model in models.values()})
-    shown = {}
-    for name, text in texts.items():
-        shown[name] = scoring.text_losses(models[name], text, cfg, dtype)
-    source = "; ".join([f"{provenance.provenance(device)}, {dtype}", *scored])
-    report.write_report(cfg.report, facts, lengths, records, shown, unequal, source)
-    print(f"wrote {cfg.report}")
 
 
 def main(argv=None):
@@ -347,7 +325,7 @@ def main(argv=None):
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        return evaluate(cfg, args.given, args.paths, writes=rank == 0)
+        evaluate(cfg, args.given, args.paths, writes=rank == 0)
 
 
 if __name__ == "__main__":

@@ -114,8 +114,8 @@ def main(argv=None):
 
     # Encode the prompts.
     found = prompts.read_prompts(cfg, tokenizer, model.meta.get("bos"))
-    prompts.check_lengths(model, folder, found, cfg.max_new_tokens)
-    warnings.simplefilter("ignore", ContextLengthWarning)  # check_lengths() has said so
+    prompts.note_length(model, folder, found, cfg.max_new_tokens)
+    warnings.simplefilter("ignore", ContextLengthWarning)  # note_length() has said so
     if compiled:
         note("the first tokens take about a minute, to compile the decoding step")
 

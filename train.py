@@ -214,12 +214,14 @@ def estimate_loss(model, dataset, cfg, stop=()):
         x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
         pos = data.random_positions(model.config, len(x), T, batch[0])
         inputs, n_targets = model_inputs(x, y, pos, dataset.document_ids(x), device)
-        n_bytes = dataset.count_bytes(inputs["targets"].cpu().numpy()) or 0
+        ids = (inputs[name].cpu().numpy() for name in ("tokens", "targets"))
+        n_bytes = dataset.count_bytes(*ids)  # None: unknown
         # not the compiled model, which would be compiled again, without gradients
         with devices.autocast(device, getattr(torch, cfg.dtype)):
             loss_sum = model(**inputs, reduction="sum")
         if number < len(batches):
-            sums += torch.tensor([loss_sum.item(), n_targets, n_bytes], dtype=torch.float64)
+            found = [loss_sum.item(), n_targets, 0 if n_bytes is None else n_bytes.sum()]
+            sums += torch.tensor(found, dtype=torch.float64)
     parallel.reshard(model)
     model.train(was_training)
     loss_sum, n_tokens, n_bytes = parallel.sum_over_processes(sums, device).tolist()

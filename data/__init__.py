@@ -31,7 +31,6 @@ from data.tokenizer import (
     CharTokenizer,
     ImportedTokenizer,
     encode_prompt,
-    load_tokenizer_json,
     same_vocabulary,
     tokenizer_from_json,
 )

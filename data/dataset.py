@@ -15,7 +15,7 @@ import numpy as np
 from data import tasks as task_documents
 from data import token_files
 from data.tokenizer import same_vocabulary, tokenizer_from_json
-from nanolong.errors import LocalError, require
+from nanolong.errors import LocalError, UserError, require
 
 TRAINING_SAMPLES = 1 << 32  # the first sample of make_document() in training
 
@@ -209,25 +209,33 @@ class Text:
         """
         found = 0
         for tokens in self.val.tokens if self.n_bytes else []:
-            is_started = tokens[0] != self.separator
-            found += self.bytes_of_tokens(tokens) - is_started * self.tokenizer.added_bytes
+            n_documents = (tokens == self.separator).sum() + (tokens[0] != self.separator)
+            found -= int(n_documents) * self.tokenizer.added_bytes
+            # a large file at once would fill the memory
+            for start in range(0, len(tokens), 1 << 20):
+                part = tokens[start : start + (1 << 20)]
+                found += int(self.tokenizer.byte_lengths.take(part, mode="clip").sum())
         return self.n_bytes / found if found else 1.0
 
-    def count_bytes(self, targets):
-        """Count the bytes of text of the scored targets; None if the tokenizer is unknown."""
+    def count_bytes(self, x, y, starts_file=False):
+        """Count the bytes of text of the targets y of sequences with inputs x, (B, T) each; 0 of
+        those that are not scored. None if they are unknown.
+
+        starts_file: whether a sequence is the first of its file, (B,).
+        """
         if self.tokenizer is None:
             return None
-        return self.bytes_of_tokens(targets[targets >= 0]) * self.bytes_scale
-
-    def bytes_of_tokens(self, tokens):
-        """Count the bytes that token ids stand for in the vocabulary."""
-        lengths = self.tokenizer.byte_lengths
-        n_bytes = 0
-        for start in range(0, len(tokens), 1 << 20):  # a large file at once would fill the memory
-            n_bytes += lengths.take(tokens[start : start + (1 << 20)], mode="clip").sum()
-        # what the tokenizer has put before the documents is not theirs
-        n_documents = (tokens[:-1] == self.separator).sum()
-        return int(n_bytes - n_documents * self.tokenizer.added_bytes)
+        try:
+            n_bytes = self.tokenizer.byte_lengths.take(y, mode="clip")
+            added_bytes = self.tokenizer.added_bytes
+        except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
+            return None
+        # what the tokenizer has put before a document is not the document's
+        starts_document = x == self.separator
+        if self.bos is not None:
+            starts_document[:, 0] = starts_file
+        n_bytes = (n_bytes - added_bytes * starts_document) * (y >= 0)
+        return n_bytes if self.bytes_scale == 1 else n_bytes * self.bytes_scale
 
 
 class TextFile(Text):

@@ -10,11 +10,11 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import platform
 import re
 import shutil
-import sys
 import sysconfig
 import tempfile
 import urllib.request
@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.dataset import why_no_text
-from data.token_files import TokenWriter, dataset_folder, open_tokens
+from data.token_files import dataset_folder, open_tokens, token_writer
 from data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
 from nanolong.errors import UserError, require
 
@@ -76,12 +76,8 @@ def prepare(dataset, name="", shards=10, **options):
 def standard_library():
     """Return the source of the standard library, which differs between Pythons: name -> path."""
     skipped = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
-    root = Path(sysconfig.get_path("stdlib"))
-    files = files_in(root, "*.py")
-    files = {name: file for name, file in files.items() if skipped.isdisjoint(name.split("/"))}
-    remedy = "install a Python with its sources, or prepare a text of yours"
-    require(len(files) >= 100, f"the standard library's source is not in {root}: {remedy}")
-    return files
+    files = files_in(Path(sysconfig.get_path("stdlib")), "*.py")
+    return {name: file for name, file in files.items() if skipped.isdisjoint(name.split("/"))}
 
 
 def files_in(folder, pattern):
@@ -118,19 +114,15 @@ def download(url, file, instruction):
 # Reading
 
 
-class NoText(UserError):
-    """Says why a file is no text, and what to do: "compressed: unpack it first"."""
-
-
 def open_documents(name, path, as_bytes, allow_zeros=True):
     """Yield the name of each document of a file, and a stream of its bytes or characters.
 
-    Raises NoText, also if the beginning of the file has zero bytes that are not allowed.
+    Raises UserError with the reason and the remedy, as "compressed: unpack it first", for what is
+    no text, also if the beginning of the file has zero bytes that are not allowed.
     """
     with open(path, "rb") as f:
         reason = why_no_text(f.read(8192), allow_zeros)
-    if reason:
-        raise NoText(reason)
+    require(not reason, reason)
     if path.suffix.lower() != ".jsonl":
         with open(path, "rb") if as_bytes else open(path, encoding="utf-8", newline="") as f:
             yield name, f
@@ -144,12 +136,12 @@ def open_documents(name, path, as_bytes, allow_zeros=True):
                 content = text.encode()
             except (ValueError, TypeError, KeyError, AttributeError):
                 remedy = "write one (of messages, all of a conversation), or name the file .txt"
-                raise NoText(f'JSON without a "text" in line {number}: {remedy}') from None
+                raise UserError(f'JSON without a "text" in line {number}: {remedy}') from None
             stream = io.BytesIO(content) if as_bytes else io.StringIO(text, newline="")
             yield f"{name}:{number}", stream
 
 
-def read_parts(stream, bar, n=sys.maxsize):
+def read_parts(stream, bar, n=math.inf):
     """Yield the next n bytes or characters of a stream, in parts that a progress bar counts."""
     while n > 0:
         part = stream.read(min(n, PART))
@@ -161,25 +153,19 @@ def read_parts(stream, bar, n=sys.maxsize):
 
 
 def survey(name, path, bar, as_bytes, allow_zeros):
-    """Read a file: the sizes of its documents, and what their names are hashed to.
-
-    Raises NoText.
+    """Read a file: the sizes of its documents, and their names as numbers in [0, 1), which are the
+    same on every machine. Raises UserError, as open_documents().
     """
     sizes = array("q")
     hashes = array("d")
     try:
         for document, stream in open_documents(name, path, as_bytes, allow_zeros):
             sizes.append(sum(map(len, read_parts(stream, bar))))
-            hashes.append(hash_fraction(document))
+            digest = hashlib.sha256(document.encode("utf-8", "surrogateescape")).digest()
+            hashes.append(int.from_bytes(digest[:8], "big") / 2**64)
     except UnicodeDecodeError:
-        raise NoText("not UTF-8: convert it, or use --tokenizer=bytes") from None
+        raise UserError("not UTF-8: convert it, or use --tokenizer=bytes") from None
     return sizes, hashes
-
-
-def hash_fraction(name):
-    """Map a name to a number in [0, 1), the same on every machine."""
-    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 class Texts:
@@ -202,7 +188,7 @@ class Texts:
             for name, path in sorted(files.items()):
                 try:
                     sizes, hashes = survey(name, path, bar, as_bytes, len(files) == 1)
-                except NoText as error:
+                except UserError as error:
                     require(len(files) > 1, f"{path} is {error}")
                     print(f"left out {name} ({error})")
                     continue
@@ -215,8 +201,8 @@ class Texts:
     def progress(self, what, total=0):
         """Show on a terminal how many of the bytes or characters are done."""
         settings = {"unit": "B", "unit_scale": True, "leave": False}
-        total = total or sum(self.sizes)
-        return tqdm(desc=what, total=total, disable=not sys.stderr.isatty(), **settings)
+        # disable=None: without a terminal
+        return tqdm(desc=what, total=total or sum(self.sizes), disable=None, **settings)
 
     def documents(self, bar):
         """Yield the training text of every document, and its validation text.
@@ -346,18 +332,18 @@ def write_dataset(folder, tokenizer, documents, about):
         made = Path(tmp) / folder.name
         made.mkdir()
         with contextlib.ExitStack() as stack:
-            writers = {}
+            write = {}
             for split in meta["bytes"]:
-                writer = TokenWriter(made / f"{split}.bin", tokenizer.vocab_size)
-                writers[split] = stack.enter_context(contextlib.closing(writer))
+                writer = token_writer(made / f"{split}.bin", tokenizer.vocab_size)
+                write[split] = stack.enter_context(writer)
             # in the order of the text, so that each part of it is read once
             for split, parts in documents:
                 for ids in encode_parts(tokenizer, count(split, parts)):
-                    writers[split].write(ids)
+                    write[split](ids)
         for split, n_bytes in meta["bytes"].items():
             remedy = "give more text, or another --val_fraction"
             require(n_bytes, f"there is too little text for {split}.bin: {remedy}")
-            meta["tokens"][split] = writers[split].n_tokens
+            meta["tokens"][split] = len(open_tokens(made / f"{split}.bin"))
         tokenizer_files = meta["tokenizer"].get("files", {})
         for name, content in tokenizer_files.items():
             (made / name).write_bytes(content)

@@ -27,31 +27,24 @@ HEADER = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 HEADER_BYTES = 1024
 
 
-class TokenWriter:
-    """A new token file that is written in parts, as uint16, or uint32 if the ids need it."""
-
-    def __init__(self, file: Path, vocab_size: int):
-        self.magic = 20240520 if vocab_size <= 1 << 16 else 20240801
-        self.version, self.dtype = HEADER[self.magic]
-        self.n_tokens = 0
-        self.file = open(file, "xb")
-        self.file.write(bytes(HEADER_BYTES))
-
-    def write(self, ids):
-        self.file.write(np.asarray(ids, self.dtype).tobytes())
-        self.n_tokens += len(ids)
-
-    def close(self):
-        self.file.seek(0)
-        self.file.write(np.array([self.magic, self.version], "<i4").tobytes())
-        self.file.write(np.array(self.n_tokens, "<i8").tobytes())
-        self.file.close()
+@contextlib.contextmanager
+def token_writer(file: Path, vocab_size: int):
+    """Open a new token file, of uint16, or uint32 if the ids need it; yields what writes ids."""
+    magic = 20240520 if vocab_size <= 1 << 16 else 20240801
+    version, dtype = HEADER[magic]
+    with open(file, "xb") as f:
+        f.write(bytes(HEADER_BYTES))
+        yield lambda ids: f.write(np.asarray(ids, dtype).tobytes())
+        n_tokens = (f.tell() - HEADER_BYTES) // dtype.itemsize
+        f.seek(0)
+        f.write(np.array([magic, version], "<i4").tobytes())
+        f.write(np.array(n_tokens, "<i8").tobytes())
 
 
 def write_tokens(file: Path, ids, vocab_size: int):
     """Write token ids to a new file."""
-    with contextlib.closing(TokenWriter(file, vocab_size)) as writer:
-        writer.write(ids)
+    with token_writer(file, vocab_size) as write:
+        write(ids)
 
 
 def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
@@ -75,21 +68,17 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
     # what has no header can only be told from damage by its values
     require(size and size % 2 == 0, damage)
     tokens = np.memmap(file, "<u2", "r")
+    n = len(tokens) // 2 * 2
+    low, high = tokens[:n].reshape(-1, 2)[:: max(1, n // 8192)].T
+    # of wider integers the upper half is 0, or small because the vocabulary is
+    is_wider = len(low) >= 8 and high.max() < 16 <= low.max()
     require(
-        vocab_size <= 1 << 16 and not is_wider(tokens),
+        vocab_size <= 1 << 16 and not is_wider,
         f"{file} has no header, so it should be uint16, as nanoGPT's files are, but it holds "
         "integers of 4 or 8 bytes, or its vocabulary is above 65,536: write its ids again by "
         "data.write_tokens(file, ids, vocab_size)",
     )
     return tokens
-
-
-def is_wider(tokens):
-    """Whether uint16 numbers are the halves of wider integers, as far as their values tell."""
-    n = len(tokens) // 2 * 2
-    low, high = tokens[:n].reshape(-1, 2)[:: max(1, n // 8192)].T
-    # the upper half is 0, or small because the vocabulary is
-    return len(low) >= 8 and high.max() < 16 <= low.max()
 
 
 def hash_files(files) -> str:

@@ -132,8 +132,6 @@ def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
 
     prompts: of read_prompts(); sampling: the arguments of sample_token() after the logits.
     """
-    if not max_new_tokens:
-        return
     longest = max(map(len, prompts))
     total = longest + max_new_tokens - 1  # the last token is not an input
     # Compiled, in steps of 256, so that a slightly longer prompt compiles nothing new.
@@ -146,32 +144,23 @@ def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
     tokens, pos, docs = pad_prompts(model, prompts, total, capacity)
     cache = KVCache(capacity)
     modules = list(model.modules())  # walking the tree at every token would cost time
-
-    # Prefill: compute all prompt tokens, and sample the first new one. Between two tokens the model
-    # is as the caller has it, who may be training it.
-    with evaluation_mode(modules):
-        logits = compute_logits(model, tokens, pos, docs, cache)
-    check_logits(logits)
-    next_token = sample_token(logits, *sampling)
-    yield next_token
-
-    # Decode: compute one token at a time.
     step = None
-    if max_new_tokens > 1:
+    # Prefill computes all prompt tokens, and decoding one at a time. Between two tokens the model
+    # is as the caller has it, who may be training it.
+    for number in range(max_new_tokens):
         with evaluation_mode(modules):
-            step = make_decoding_step(model, cache, pos, docs, compiled)
-    if step is not None:  # steps of fixed shape do not look at the length
-        model.check_length(total)
-    for _ in range(max_new_tokens - 1):
-        with evaluation_mode(modules):
+            if number == 1:
+                step = make_decoding_step(model, cache, pos, docs, compiled)
+                if step is not None:  # steps of fixed shape do not look at the length
+                    model.check_length(total)
             if step is None:
-                logits = compute_logits(model, next_token, pos, docs, cache)
+                logits = compute_logits(model, tokens, pos, docs, cache)
             else:
-                logits = step(next_token)
-        if logits.is_cpu:  # a GPU would be waited for once more at every token
+                logits = step(tokens)
+        if number == 0 or logits.is_cpu:  # a GPU would be waited for once more at every token
             check_logits(logits)
-        next_token = sample_token(logits, *sampling)
-        yield next_token
+        tokens = sample_token(logits, *sampling)
+        yield tokens
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from data import encode_prompt
-from nanolong import chat, inference
-from nanolong.errors import UserError, note, require
+from nanolong import chat
+from nanolong.errors import note, require
 
 
 @dataclass
@@ -26,15 +26,8 @@ def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
     texts = [start]
     if start.startswith(("FILE:", "@")):
         path = start.removeprefix("@").removeprefix("FILE:")
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            remedy = (
-                "give --start=FILE:PATH of a text file, or @PATH of a file with a line for each"
-            )
-            raise UserError(f"{path!r} cannot be read ({error.strerror}): {remedy}") from None
-        lines = [line.removesuffix(b"\r") for line in content.split(b"\n")]
-        texts = filter(None, lines) if start[0] == "@" else [content]
+        content = Path(path).read_bytes()
+        texts = filter(None, content.splitlines()) if start[0] == "@" else [content]
         # bytes that are not UTF-8 become surrogate escapes
         texts = [text.decode("utf-8", "surrogateescape") for text in texts]
         require(texts, f"{path} has no prompts: write one a line")
@@ -62,12 +55,10 @@ def note_special_tokens(text, tokenizer):
         note(f"{found[0]!r} in the prompt is encoded as plain text, not as a special token{advice}")
 
 
-def check_lengths(model, folder, prompts, max_new_tokens):
-    """Print a note if a text will exceed the context length. Raises UserError if it cannot."""
+def note_length(model, folder, prompts, max_new_tokens):
+    """Print a note if a text will exceed the context length."""
     config = model.config
     context = config.max_positions
-    for prompt in prompts:
-        inference.check_request(model, [len(prompt.ids)], max_new_tokens)
     total = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
     if total <= context or model.pos.bounded:
         return
@@ -108,10 +99,8 @@ class TextStream:
             self.held = ""
             self.decoder.reset()
             return held[: min(found)]
-        # hold back the longest rest that may be the beginning of one of the texts
-        n = 0
-        while n < len(held) and not any(end.startswith(held[n:]) for end in self.end_texts):
-            n += 1
+        # hold back what may be the beginning of one of the texts
+        n = max(0, len(held) + 1 - max(map(len, self.end_texts), default=1))
         self.held = held[n:]
         return held[:n]
 

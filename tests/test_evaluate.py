@@ -157,7 +157,6 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
     make().save(tmp_path / "nameless/step-000001")
     for checkpoint, words, phrases in (
         (run, [f"--text={tmp_path}/gone.txt"], ("gone.txt cannot be used", "no such file")),
-        (run, [f"--text={short}"], ("short.txt holds", "sequence of 24", "--lengths")),
         (run, [f"--text={binary}"], ("cannot encode the text", "no UTF-8")),
         (tmp_path / "nameless", [f"--text={text_file}"], ("tokenizer", "nameless", "--dataset")),
         (run, [], ("give --text=FILE, or --dataset", f"--tokenizer={run} --name=NAME")),
@@ -166,6 +165,8 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
         done = call("evaluate.py", checkpoint, *words, f"--json={tmp_path}/a.json")
         assert_refused(done, *phrases)
     assert not (tmp_path / "a.json").exists()
+    phrases = ("a sequence of 24 tokens is longer than", "or give a longer validation text")
+    assert_refused(call("evaluate.py", run, f"--text={short}"), *phrases)
 
 
 # -----------------------------------------------------------------------------

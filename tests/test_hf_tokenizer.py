@@ -186,14 +186,22 @@ def test_special_tokens_stand_for_no_text(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_documents_are_counted(kind, tmp_path):
-    """Of each document its own, without the space that sentencepiece puts in front."""
+    """Of each its own, without the space that sentencepiece puts in front; a <bos> that is put
+    before a sequence begins no document, unless the sequence is the first of its file.
+    """
     ours = import_tokenizer(kind)
     documents = ["The quick brown fox\n", "naïve ☃ 🙂", "x"] * 3
     ids = [i for text in documents for i in (ours.bos, *ours.encode(text))]
     assert ours.added_bytes == (kind in SENTENCEPIECE)
     dataset = data.Dataset(make_dataset(tmp_path / "set", ours, ids))
     assert dataset.tokenizer.to_json() == ours.to_json()
-    assert dataset.count_bytes(np.array(ids)) == len("".join(documents).encode())
+    x, y = np.array([ids[:-1]]), np.array([ids[1:]])
+    n_bytes = len("".join(documents).encode())
+    assert dataset.count_bytes(x, y).sum() == n_bytes
+    with_bos = data.Dataset(tmp_path / "set", bos=True)
+    y = np.where(y == ours.bos, -1, y)
+    assert with_bos.count_bytes(x, y).sum() == n_bytes + ours.added_bytes
+    assert with_bos.count_bytes(x, y, [True]).sum() == n_bytes
 
 
 def make_dataset(folder, tokenizer, ids):

@@ -274,7 +274,7 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path, data_folder, monkeypat
         raise OSError("No space left on device")
 
     (tmp_path / "t.txt").write_text(TEXT)
-    monkeypatch.setattr(texts.TokenWriter, "write", disk_full)
+    monkeypatch.setattr(texts, "encode_parts", disk_full)
     with pytest.raises(OSError, match="No space"):
         prepare_text(tmp_path / "t.txt", "mine")
     assert not list(data_folder.iterdir())

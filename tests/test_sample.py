@@ -119,7 +119,7 @@ def test_prompts_of_a_file_are_continued_as_each_alone(method, call, save_run, t
     assert len(found) == 36 and found[0] != found[1]
     (tmp_path / "empty.txt").write_bytes(b"\n")
     assert_refused(call(*words, f"--start=@{tmp_path}/empty.txt"), "has no prompts")
-    assert_refused(call(*words, "--start=@property"), "'property' cannot be read")
+    assert_refused(call(*words, "--start=@property"), "property cannot be used")
 
 
 @pytest.mark.parametrize(

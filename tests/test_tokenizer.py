@@ -75,19 +75,10 @@ def test_gpt2_travels_with_its_ranks(gpt2):
     assert (again.vocab_size, again.bos, again.eos) == (50257, 50256, None)
 
 
-IMPORTED = {"kind": "imported", "bos": None, "eos": None, "vocab_size": 5}
-
-
-@pytest.mark.parametrize(
-    "spec, message",
-    [
-        ({**IMPORTED, "files": {"tokenizer.json": b"\xff"}}, "damaged"),
-        ({"kind": "words"}, "'words'"),
-    ],
-)
-def test_a_damaged_or_newer_tokenizer_is_refused(spec, message):
-    with pytest.raises(UserError, match=message):
-        data.tokenizer_from_json(spec)
+def test_a_newer_tokenizer_is_refused():
+    """Damaged ones are in test_hf_tokenizer.py."""
+    with pytest.raises(UserError, match="'words'"):
+        data.tokenizer_from_json({"kind": "words"})
 
 
 def test_vocabularies_are_compared_by_their_text():

@@ -144,10 +144,7 @@ def describe_unequal(models, arms):
 
 
 def describe_other_tokens(records, texts, max_tokens):
-    """Return a sentence if checkpoints do not score the same token ids, in a list.
-
-    texts: name -> Dataset or TextFile.
-    """
+    """Return a sentence if checkpoints do not score the same token ids, in a list."""
     # of one protocol and length, for each has other sequences
     ids = {}
     for record in select(records, task="loss"):
@@ -155,8 +152,7 @@ def describe_other_tokens(records, texts, max_tokens):
             ids.setdefault((record["protocol"], record["length"]), set()).add(record["ids"])
     if max(map(len, ids.values()), default=1) == 1:
         return []
-    # the hash of a TextFile is of its token ids, too
-    if len({getattr(text, "folder", text.name) for text in texts.values()}) > 1:
+    if len({text.name for text in texts.values()}) > 1:
         return ["unequal texts: the losses of different texts cannot be compared"]
     sentence = "unequal token ids: compare bits per byte (of chunked); there are no differences"
     longest = max(len(text.val) for text in texts.values())

@@ -52,16 +52,16 @@ def read_records(file):
     return records
 
 
-def measure(cells, models, origins, facts, file="", saved=()):
+def measure(cells, models, origins, facts, file):
     """Measure cells, and write all records so far to a file after each. Returns the records.
 
     models and origins: by checkpoint, a GPT and the fields to add to its records. facts: what else
-    all cells depend on, such as the code. file: "" for none. saved: of read_records(), of which
-    those with the key of a cell are used in its place.
+    all cells depend on, such as the code. file: "" for none; its records with the key of a cell, a
+    hash of all that its numbers depend on, are used in its place.
     """
+    saved = read_records(file)
 
     def key_of(cell):
-        """Hash all that the numbers of a cell depend on."""
         name = cell.records[0]["checkpoint"]
         # not the commit: that of a document changes no number
         origin = {field: value for field, value in origins[name].items() if field != "commit"}
@@ -87,8 +87,8 @@ def measure(cells, models, origins, facts, file="", saved=()):
             name, length = cell.records[0]["checkpoint"], cell.records[0]["length"]
             bar.set_description(f"{name} at {length:,}", refresh=False)
             found[key] = [{**r, **origins[name], "key": key} for r in cell.measure()]
-            if Path(file).is_file() or not Path(file).exists():  # no device as /dev/stdout
-                write(file, [record for key in keys for record in found.get(key, [])])
+            if Path(file).is_file() or not Path(file).exists():  # no device
+                write_lines(Path(file), [r for key in keys for r in found.get(key, [])])
     return [record for key in keys for record in found[key]]
 
 
@@ -101,9 +101,3 @@ def find_saved(keys, saved):
             found.setdefault(record["key"], []).append(record)
     null = {record["key"] for record in saved if record.get("loss", 0) is None}
     return {key: records for key, records in found.items() if key not in null}
-
-
-def write(file, records):
-    """Write all records, one a line, in place of what a file holds."""
-    if file:
-        write_lines(Path(file), records)

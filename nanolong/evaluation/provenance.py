@@ -1,13 +1,14 @@
 """What must stand next to a measured number, so that it can be measured again."""
 
-import contextlib
 import datetime
 import platform
+import re
 import subprocess
 from pathlib import Path
 
 import torch
 
+from nanolong.evaluation.comparison import training_facts
 from nanolong.run import weights_hash
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,16 +49,14 @@ def _git(*words):
 
 def _cpu_name():
     """The processor and, of the vector instructions that decide its speed, those that it has."""
-    info = {}
-    with contextlib.suppress(OSError):  # where it is no Linux
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            info.setdefault(name.strip(), value.strip())
-    if "model name" not in info:
+    file = Path("/proc/cpuinfo")  # of Linux
+    info = file.read_text() if file.exists() else ""
+    name = re.search(r"model name\s*: (.*\S)", info)
+    if not name:
         return platform.processor() or platform.machine()
-    flags = info.get("flags", "").split()
-    found = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    return f"{info['model name']} ({', '.join(found) or 'no AVX2'})"
+    flags = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    found = [flag for flag in flags if re.search(rf"\b{flag}\b", info)]
+    return f"{name[1]} ({', '.join(found) or 'no AVX2'})"
 
 
 # Settings of GPTConfig that describe_checkpoint() shows in words.
@@ -66,14 +65,12 @@ SHOWN = ("pos", "vocab_size", "block_size", "n_layer", "n_embd", "n_head", "exte
 
 def describe_checkpoint(model):
     """Return the settings and provenance of a loaded GPT: label -> text."""
-    config, meta = model.config, model.meta
+    config = model.config
     extension = "none"
     if config.extension:
         options = [f", {key} {value}" for key, value in config.extension["options"].items()]
         method, factor = config.extension["method"], config.extension["factor"]
         extension = f"{method}, factor {factor:g}{''.join(options)}"
-    # before and after extension; an imported checkpoint does not say
-    trained = [f"{n:,}" for n in (meta.get("pretraining_tokens"), meta.get("tokens")) if n]
     default = vars(type(config)())
     changed = {name: x for name, x in vars(config).items() if x != default[name]}
     others = [f"{name} {x}" for name, x in changed.items() if name not in SHOWN]
@@ -85,9 +82,7 @@ def describe_checkpoint(model):
         "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "context length": f"{config.block_size:,}, originally {config.original_length:,}",
         "extension": extension,
-        "trained tokens": ", then ".join(trained) or "unknown",
-        "dataset": meta.get("dataset") or "unknown",
-        "step": meta.get("step", "unknown"),
+        **training_facts(model),
         "stored dtype": str(model.stored_dtype).removeprefix("torch."),
         "weights": weights_hash(model),
     }

@@ -20,16 +20,6 @@ def draw(function, *args):
     return "" if figure is None else f"<figure>{figures.to_svg(figure)}</figure>\n"
 
 
-def checkpoints_table(facts):
-    """Return the settings and provenance: a row for each fact, a column for each checkpoint.
-
-    facts: checkpoint -> what describe_checkpoint() returns.
-    """
-    labels = next(iter(facts.values()))
-    rows = [[label, *(of_one[label] for of_one in facts.values())] for label in labels]
-    return tables.Table("Settings and provenance", ["", *facts], rows)
-
-
 def text_section(texts):
     """Return a text of which a script shows the loss of each token, or differences of two.
 
@@ -60,6 +50,9 @@ def write_report(file, facts, lengths, records, texts, unequal, source):
     texts: checkpoint -> what scoring.text_losses() returns; {} for none. unequal: sentences that
     say what differs between checkpoints. source: what was measured with which code, where.
     """
+    labels = next(iter(facts.values()))
+    rows = [[label, *(of_one[label] for of_one in facts.values())] for label in labels]
+    settings = tables.Table("Settings and provenance", ["", *facts], rows)
     losses = tables.select(records, task="loss")
     retrieved = [record for record in records if "kind" in record]
     loss_html, retrieval_html, cost_html = (
@@ -71,7 +64,7 @@ def write_report(file, facts, lengths, records, texts, unequal, source):
     if any("accuracy" in record for record in retrieved):
         retrieval_html = draw(figures.heatmap_figure, retrieved) + retrieval_html
     sections = {
-        "Checkpoints": checkpoints_table(facts).html() + tables.paragraphs(unequal),
+        "Checkpoints": settings.html() + tables.paragraphs(unequal),
         "Loss by context length and position": loss_html,
         "Retrieval": retrieval_html,
         "Cost": cost_html,

@@ -4,7 +4,7 @@ import codecs
 import hashlib
 import math
 import shlex
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -23,28 +23,19 @@ N_SHOWN = 4096  # tokens of the text that the report colours
 
 def open_texts(models, cfg):
     """Open the text that each checkpoint is scored on: a dict from name to Dataset or TextFile."""
-    opened = {}
+    # once for all checkpoints: its files are hashed
+    open_dataset = cache(Dataset)
     texts = {}
     for name, model in models.items():
         meta = model.meta
         folder = getattr(model, "folder", name)
-        reader = (folder, model.config.vocab_size, meta.get("tokenizer"))
         if cfg.text:
             texts[name] = read_text(model, folder, cfg.text)
             continue
         dataset = name_of_text(cfg.dataset or meta.get("dataset"), folder)
-        key = (dataset, meta.get("bos") is not None)
-        if key not in opened:
-            # once for all checkpoints: its files are hashed
-            opened[key] = Dataset(*key)
-        texts[name] = opened[key]
-        texts[name].check_model(*reader)
+        texts[name] = open_dataset(dataset, meta.get("bos") is not None)
+        texts[name].check_model(folder, model.config.vocab_size, meta.get("tokenizer"))
         note_changed_data(folder, meta, texts[name])
-    shortest = min(cfg.lengths)
-    for text in texts.values():
-        problem = f"{text.name} holds {len(text.val)} tokens, too few for a sequence of {shortest}"
-        is_long = text.val.n_sequences(shortest).any()
-        require(is_long, f"{problem}: give a longer text, or shorter --lengths")
     return texts
 
 
@@ -71,10 +62,7 @@ def read_text(model, folder, file):
 
 
 def note_changed_data(folder, meta, dataset):
-    """Print a note if a dataset has changed since a checkpoint was trained on it.
-
-    What is validation text now may have been training text then. meta: the checkpoint's.
-    """
+    """Print a note if a dataset has changed since a checkpoint with this meta was trained on it."""
     hashes = (meta.get("data_hash") or dataset.hash).split(",")  # of a mixture several
     was_trained_on = dataset.name in split_mixture(meta.get("dataset") or "")
     if was_trained_on and dataset.hash not in hashes:
@@ -94,38 +82,6 @@ def describe_scored(texts, lengths, max_tokens):
         found = f"{n_tokens:,} of {len(text.val):,} tokens of {text.name}"
         lines.append(f"{found} (sequences: {len(spans)}, files: {n_files}), data {text.hash}")
     return list(dict.fromkeys(lines))
-
-
-def find_byte_lengths(text):
-    """Return the bytes of text that each token id stands for, and those that the tokenizer puts
-    before a document; None if they are unknown.
-
-    text: a Dataset or TextFile. If a normalizer changes its bytes, those of the file are divided
-    among its tokens.
-    """
-    if text.tokenizer is None:
-        return None
-    try:
-        known = torch.from_numpy(text.tokenizer.byte_lengths), text.tokenizer.added_bytes
-    except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
-        return None
-    return known if text.bytes_scale == 1 else [n * text.bytes_scale for n in known]
-
-
-def count_bytes(text, known, sequences, x, y):
-    """Return the bytes of the scored targets y of sequences with inputs x, by what is known of
-    find_byte_lengths(): (B, T).
-    """
-    byte_lengths, added_bytes = known
-    scored = y >= 0
-    n_bytes = byte_lengths[y.where(scored, 0)] * scored
-    if added_bytes:
-        # What the tokenizer has put before a document is not the document's.
-        starts_document = x == text.separator
-        if text.val.bos is not None:
-            starts_document[:, 0] = torch.tensor([start == 0 for _, start, _ in sequences])
-        n_bytes -= added_bytes * (scored & starts_document)
-    return n_bytes
 
 
 def plan_losses(models, cfg, texts):
@@ -168,7 +124,6 @@ def score(blank, model, text, cfg):
     placement = (first["protocol"], first.get("stride"), cfg.lengths)
     sequences = loss.find_sequences(text.val, length, cfg.max_tokens, *placement)
     dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-    known = find_byte_lengths(text)
     # what is read is hashed, not a description of it: one vocabulary may split text in two ways
     ids = hashlib.sha256(text.hash.encode())
     cells = [(record, *part) for record in blank for part in parts_of(record["protocol"], length)]
@@ -176,9 +131,10 @@ def score(blank, model, text, cfg):
     # sums of sequences are all that is kept, so that a long text needs little memory
     for batch, x, y, losses in loss.sequence_losses(model, text.val, length, sequences, dtype):
         ids.update(x.numpy().tobytes() + y.numpy().tobytes())
-        values = [losses, (y >= 0)]
-        if known:
-            values.append(count_bytes(text, known, batch, x, y))
+        values = [losses, y >= 0]
+        starts_file = [start == 0 for _, start, _ in batch]
+        n_bytes = text.count_bytes(x.numpy(), y.numpy(), starts_file)
+        values += [] if n_bytes is None else [torch.from_numpy(n_bytes)]
         for (_, start, end), found in zip(cells, rows, strict=True):
             sums = [value[:, start:end].sum(1).tolist() for value in values]
             found += [[round(total, 6), *n] for total, *n in zip(*sums, strict=True)]
@@ -220,12 +176,13 @@ def in_bits_per_byte(records):
     return converted if says_more else []
 
 
-def text_losses(model, text, cfg, dtype):
+def text_losses(model, text, cfg):
     """Return the loss of each token of the first sequence of the longest length that a model can
     compute: {"about", "tokens", "losses"}; {} if there is none.
 
     about: where it is from; tokens: the text of each, a character of several at its last one.
     """
+    dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for length in sorted(cfg.lengths, reverse=True):
         try:
