@@ -57,6 +57,7 @@ from nanolong.errors import note, require, run_main
 from nanolong.evaluation import (
     comparison,
     cost,
+    curve,
     figures,
     log,
     provenance,
@@ -100,6 +101,7 @@ class EvaluateConfig:
     # [output]
     plot: str = ""  # write a figure to this PNG file (needs matplotlib)
     report: str = ""  # write a page with everything measured to this HTML file
+    curves: str = ""  # only plot the training curves of run folders to this PNG file
     # write the records to this file as they come, with the step folder, dtype, device, data and
     # commit; a loss that is not finite is null. The same command, after a stop, reuses them
     json: str = ""
@@ -122,9 +124,12 @@ OF_TASK |= dict.fromkeys(("trials", "seed"), ["needle", "ruler"])
 def check_settings(cfg):
     """Refuse what measures nothing. Raises UserError."""
     require(not (cfg.text and cfg.dataset), "--text and --dataset both name a text: give one")
-    for name, ending in (("plot", ".png"), ("report", ".html")):
+    for name, ending in (("plot", ".png"), ("curves", ".png"), ("report", ".html")):
         file = getattr(cfg, name)
         require(not file or file.endswith(ending), f"--{name}={file}: end it in {ending}")
+    measures = cfg.plot or cfg.json or cfg.report
+    problem = "--curves plots logs and measures nothing: leave --plot, --json and --report out"
+    require(not (cfg.curves and measures), problem)
     some = cfg.task and cfg.protocol and cfg.ruler
     require(some, "--task, --protocol and --ruler are lists: name one at least")
     for name in ("max_tokens", "depths", "sequence_parallel"):
@@ -225,8 +230,10 @@ def measure_logged(models, cfg, texts, dtype, file):
 
 
 def evaluate(cfg, given, paths, writes):
-    """Do what the settings say; only one process writes files."""
+    """Do what the settings say; only one process writes files. Returns the exit status."""
     check_settings(cfg)
+    if cfg.curves:
+        return plot_training(cfg.curves, paths) if writes else 0
     device = devices.pick_device(cfg.device)
     entry.load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
@@ -307,6 +314,13 @@ def plot_records(file, records, original_lengths, below, in_bits):
         print(f"wrote {file}")
 
 
+def plot_training(file, paths):
+    """Plot the logs of run folders. Returns the exit status, 1 without matplotlib."""
+    folders = {name: folder for arm in name_arms(paths).values() for name, folder in arm.items()}
+    check_writable(file)
+    return 0 if curve.plot_curves(folders, file) else 1
+
+
 def main(argv=None):
     args = settings.parse(
         cfg=EvaluateConfig,
@@ -325,7 +339,7 @@ def main(argv=None):
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        evaluate(cfg, args.given, args.paths, writes=rank == 0)
+        return evaluate(cfg, args.given, args.paths, writes=rank == 0)
 
 
 if __name__ == "__main__":

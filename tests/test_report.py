@@ -10,7 +10,7 @@ import pytest
 from conftest import TINY, assert_success, logged
 from matplotlib.figure import Figure
 
-from nanolong.evaluation import curve, figures, report
+from nanolong.evaluation import figures, report
 from nanolong.evaluation.tables import Table, refusals, tables_of
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\" onfocus=alert(2) y='$x$&\u2028"
@@ -251,18 +251,24 @@ def lines_of(axis):
     return {line.get_label(): tuple(map(list, line.get_data())) for line in axis.lines}
 
 
-def test_the_curve_is_of_the_losses_of_the_log(saved_axes, tmp_path):
+def test_the_curves_are_the_losses_of_the_logs(call, saved_axes, tmp_path):
     """Of several rows of a step the last one counts, and damaged lines do not."""
     rows = ['{"step": 0, "val_loss": 5.0}', "{", '{"step": 5, "loss": null}']
     rows += ['{"step": 10, "loss": 4.5}', '{"step": 10, "loss": 4.0}']
     rows += ['{"step": 10, "val_loss": 3.5}']
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/log.jsonl").write_text("\n".join(rows))
-    curve.plot_finished_run(tmp_path / "a")
-    file = tmp_path / "a/curve.png"
-    assert file.read_bytes()[:4] == b"\x89PNG"
-    found = lines_of(saved_axes[str(file)])
-    assert found == {"a": ([10], [4.0]), "a, validation": ([0, 10], [5.0, 3.5])}
+    first, second = tmp_path / "a", tmp_path / "b"
+    for folder, lines in ((first, rows), (second, ['{"step": 5, "loss": 6.0}'])):
+        folder.mkdir()
+        (folder / "log.jsonl").write_text("\n".join(lines))
+    file = tmp_path / "deep/curves.png"
+    done = assert_success(call("evaluate.py", f"A={first}", second, f"--curves={file}"))
+    assert done.stdout == f"wrote {file}\n" and file.read_bytes()[:4] == b"\x89PNG"
+    assert lines_of(saved_axes[str(file)]) == {
+        "A": ([10], [4.0]),
+        "A, validation": ([0, 10], [5.0, 3.5]),
+        str(second): ([5], [6.0]),
+        f"{second}, validation": ([], []),
+    }
 
 
 def test_a_finished_run_and_its_extension_are_plotted(call, text_data, saved_axes, tmp_path):
