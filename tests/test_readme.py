@@ -70,7 +70,7 @@ def script_of(words):
 
 
 @pytest.fixture
-def reader(tmp_path, text_data, save_run, monkeypatch):
+def reader(tmp_path, text_data, save_run, monkeypatch, entries_do_not_stay):
     """The folder of somebody who reads a page: a function that makes what a command reads."""
     monkeypatch.setattr(data.token_files, "HERE", tmp_path / "data")
     monkeypatch.chdir(tmp_path)
@@ -161,7 +161,6 @@ def test_the_targets_that_pages_name_exist():
 
 
 @each_page
-@pytest.mark.usefixtures("entries_do_not_stay")
 def test_the_python_of_a_page_runs(page, reader):
     """One block after the other; a class that stands alone has the names of model.py."""
     names = dict(vars(model_module))
