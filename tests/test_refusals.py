@@ -58,7 +58,7 @@ TRAINING = [
     ("--parallel=fsdp", "torchrun"),
     ("--sequence_parallel=2", "--sequence_parallel=1"),
     ("--wandb=project", "pip install wandb"),
-    ("--init_from=resume --out_dir=out/never-made", "no checkpoint in out/never-made to resume"),
+    ("--init_from=resume --out_dir=out/never-made", "never-made to resume: leave --init_from out"),
     ("--init_from=out/never-made", "no checkpoint in out/never-made"),
     ("--out_dir=RUN", "--overwrite"),
     ("--out_dir=RUN --init_from=resume --n_layer=3", "leave --n_layer out"),
