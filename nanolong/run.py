@@ -14,7 +14,6 @@ want.
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -436,8 +435,6 @@ class Log:
     """
 
     def __init__(self, folder, step=None, wandb="", settings=None):
-        installed = not wandb or importlib.util.find_spec("wandb")
-        require(installed, "--wandb needs its package: pip install wandb, or leave it out")
         self.wandb = None
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -58,6 +58,7 @@ TRAINING = [
     ("--parallel=fsdp", "torchrun"),
     ("--sequence_parallel=2", "--sequence_parallel=1"),
     ("--wandb=project", "pip install wandb"),
+    ("--out_dir=RUN --overwrite --wandb=project", "pip install wandb"),
     ("--init_from=resume --out_dir=out/never-made", "never-made to resume: leave --init_from out"),
     ("--init_from=out/never-made", "no checkpoint in out/never-made"),
     ("--out_dir=RUN", "--overwrite"),
