@@ -61,6 +61,8 @@ TRAINING = [
     ("--out_dir=RUN --overwrite --wandb=project", "pip install wandb"),
     ("--init_from=resume --out_dir=out/never-made", "never-made to resume: leave --init_from out"),
     ("--init_from=out/never-made", "no checkpoint in out/never-made"),
+    ("--init_from=RUN --dataset=LETTERS", "vocabulary of 3"),
+    ("--init_from=RUN --n_layer=3", "leave --n_layer out"),
     ("--out_dir=RUN", "--overwrite"),
     ("--out_dir=RUN --init_from=resume --n_layer=3", "leave --n_layer out"),
     ("config/gone.toml", "debug.toml"),

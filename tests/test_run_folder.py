@@ -179,8 +179,6 @@ def test_old_runs_are_renamed_and_nothing_of_them_is_removed(call, text_data, tm
     assert_success(call(*words))
     (run / "notes.txt").write_text("mine")
     before = content(run)
-    assert_refused(call(*words, "--pos=alibi"), "--overwrite")
-    assert content(run) == before
     done = assert_success(call(*words, "--pos=alibi", "--overwrite"))
     assert f"the run in {run} is {run}.old1 now\n" in done.stdout
     assert content(tmp_path / "run.old1") == before
