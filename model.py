@@ -293,6 +293,7 @@ class NoPE(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.scaling = "none", 1.0, {}  # method, factor and options of the last extend()
         self.position_scale = 1.0  # positions, or distances, are divided by this
         self.score_scale = 1.0  # attention scores are multiplied by this
         self.is_dynamic = False  # True: the tables follow the length of the input
@@ -357,6 +358,7 @@ class NoPE(nn.Module):
     def extend(self, method, factor, **options):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""
         self.check_method(method, options)
+        self.scaling = method, factor, options
         self.position_scale = factor if method == "pi" else 1.0
         self.score_scale = options.get("scale", 1.0)
         self.is_dynamic = method.startswith("dynamic")
@@ -579,18 +581,14 @@ class TransformerXL(NoPE):
     def __init__(self, config):
         super().__init__(config)
         H, D, C = config.n_head, config.head_dim, config.n_embd
-        self._clamped = False
         self.register_constant("inv_freq", sinusoid_frequencies(C))
         self.u = nn.Parameter(torch.zeros(H, D))
         self.v = nn.Parameter(torch.zeros(H, D))
         self.project = nn.Parameter(torch.randn(config.n_layer, H * D, C) * (0.5 / math.sqrt(C)))
 
-    def extend(self, method, factor, **options):
-        super().extend(method, factor, **options)
-        self._clamped = method == "clamp"
-
     def relative(self, n, layer):
-        m = min(n, self.config.original_length) if self._clamped else n
+        is_clamped = self.scaling[0] == "clamp"
+        m = min(n, self.config.original_length) if is_clamped else n
         distance = torch.arange(m, device=self.u.device)
         angle = distance[:, None] * (self.inv_freq / self.position_scale)  # (m, C/2), float64
         R = torch.cat((angle.sin(), angle.cos()), -1).to(self.project.dtype)

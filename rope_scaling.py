@@ -67,7 +67,7 @@ def ntk_parts(
         if truncate:
             low, high = math.floor(low), math.ceil(high)
         low = max(low, 0)
-        high = max(min(high, rotary_dim - 1), low, 0)
+        high = max(min(high, rotary_dim - 1), low)
         index = torch.arange(rotary_dim // 2, dtype=torch.float64)
         keep = 1 - ((index - low) / (high - low or 0.001)).clamp(0, 1)
     interpolated = inv_freq / factor

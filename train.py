@@ -224,7 +224,7 @@ def estimate_loss(model, dataset, cfg, stop=()):
             sums += torch.tensor(found, dtype=torch.float64)
     parallel.reshard(model)
     model.train(was_training)
-    loss_sum, n_tokens, n_bytes = parallel.sum_over_processes(sums, device).tolist()
+    loss_sum, n_tokens, n_bytes = parallel.sum_over_processes(sums).tolist()
     metrics = {"val_loss": loss_sum / n_tokens}
     if n_bytes:
         metrics["val_bits_per_byte"] = loss_sum / math.log(2) / n_bytes

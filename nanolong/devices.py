@@ -151,21 +151,18 @@ def pick_compile(wanted, device, pays):
     return not lacks
 
 
-def compile_model(model):
-    """torch.compile(model), which may be called for many models in one process."""
+def compile_model(model, by_block):
+    """Compile a model, or each block by itself, where something is to happen between blocks."""
     # Dynamo compiles a function for eight kinds of model and then gives up: reset its count.
     torch._dynamo.reset()
-    return torch.compile(model)
-
-
-def compile_blocks(model):
-    """Compile each block of a model by itself, where something is to happen between blocks."""
-    torch._dynamo.reset()
+    if not by_block:
+        return torch.compile(model)
     # the blocks share their code: once for each block, in training and in evaluation
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
     for block in model.blocks:
         block.forward = torch.compile(block.forward)
+    return model
 
 
 def flops_per_token(model, length):

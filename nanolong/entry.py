@@ -23,7 +23,6 @@ loaded = {}  # scheme class -> (the path of its file as it was given, the text o
 
 def load_entries(files, positions):
     """Add the schemes of these files to `positions`, POSITIONS of model.py. Returns their names."""
-    require(not isinstance(files, str | Path), f"{files} is one file: give a list of files")
     return [load_entry(Path(file), positions) for file in files]
 
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from nanolong import devices
+from nanolong import devices, parallel
 from nanolong.errors import UserError
 
 
@@ -125,17 +125,16 @@ def name_bad_gradient(model, norm):
         return ""
     norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.requires_grad}
     # a sharded one knows its part alone
-    norms = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in norms.items()}
-    bad = [name for name, x in norms.items() if not x.isfinite()]
+    bad = [name for name, x in norms.items() if not parallel.whole(x).isfinite()]
     return f" (of {bad[0]} alone)" if len(bad) == 1 else ""
 
 
-def update_weights(model, optimizers, learning_rate, max_norm=1.0):
-    """Clip the norm of the gradients, update the weights and clear the gradients.
+def update_weights(model, optimizers, learning_rate):
+    """Clip the norm of the gradients to 1, update the weights and clear the gradients.
 
     For the short trainings of experiments; train.py also watches for losses that are not finite.
     """
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate

@@ -85,10 +85,10 @@ def communication_device():
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
-def sum_over_processes(x, device=None):
-    """Sum a tensor over all processes, on the device, where it is then."""
+def sum_over_processes(x):
+    """Sum a tensor over all processes, on the device by which they communicate, if any."""
     if dist.is_initialized():
-        x = x.to(device or communication_device())
+        x = x.to(communication_device())
         dist.all_reduce(x)
     return x
 
@@ -131,15 +131,14 @@ def distribute(model, cfg, device):
         "--parallel=fsdp cuts matrices into rows, and Muon needs whole ones: give "
         "--optimizer=adamw",
     )
-    use_compile = cfg.compile
-    # Processes communicate in every block, which is not compiled: so compile block by block.
-    if use_compile and (cfg.parallel == "fsdp" or sequence_rank_and_size()[1] > 1):
-        devices.compile_blocks(model)
-        use_compile = False
+    forward = model
+    if cfg.compile:
+        # Processes communicate in every block, which is not compiled: so compile block by block.
+        by_block = cfg.parallel == "fsdp" or sequence_rank_and_size()[1] > 1
+        forward = devices.compile_model(model, by_block)
     if cfg.parallel == "fsdp":
         return shard(model, device)
     model.to(device)
-    forward = devices.compile_model(model) if use_compile else model
     if dist.is_initialized():
         ids = [device.index] if device.type == "cuda" else None
         # gradients are views of what is communicated, or each would exist twice

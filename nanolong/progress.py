@@ -1,5 +1,6 @@
 """What a run prints: what is trained, its progress, its log, and a sample at the end."""
 
+import importlib.util
 import math
 import shlex
 import sys
@@ -11,6 +12,7 @@ from tqdm import tqdm
 
 import data
 from nanolong import devices, errors, optim, parallel, run
+from nanolong.errors import require
 
 
 def no_terminal():
@@ -37,6 +39,8 @@ class Progress:
         self.bar = tqdm(total=cfg.last_step, initial=state.step, unit="step", disable=hidden)
         self.log = None
         if self.rank == 0:
+            installed = not cfg.wandb or importlib.util.find_spec("wandb")
+            require(installed, "--wandb needs its package: pip install wandb, or leave it out")
             if cfg.overwrite and not cfg.resumes and run.list_steps(cfg.out_dir):
                 run.move_aside(cfg.out_dir)
             row_settings = {**asdict(batches.model.config), **asdict(cfg)}

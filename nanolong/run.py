@@ -14,7 +14,6 @@ want.
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -92,8 +91,7 @@ def write_checkpoint(folder, tensors, meta):
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    if folder.exists():
-        raise UserError(f"{folder} exists already: remove it, or save elsewhere")
+    require(not folder.exists(), f"{folder} exists already: remove it, or save elsewhere")
     tmp = folder.parent / f".tmp-{folder.name}"
     shutil.rmtree(tmp, ignore_errors=True)
     meta = {**meta, "format": FORMAT, "torch": torch.__version__, "checksums": {}}
@@ -211,11 +209,11 @@ def read_meta(folder):
         intact = version != FORMAT or meta["checksums"]["meta.json"] == checksum_of_meta(meta)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise damaged(file, error) from None
-    if version != FORMAT:
-        raise UserError(
-            f"{file} has format {version!r:.20}, and this version reads {FORMAT}: use the version "
-            "of nanoLong that wrote it, or train again"
-        )
+    require(
+        version == FORMAT,
+        f"{file} has format {version!r:.20}, and this version reads {FORMAT}: use the version of "
+        "nanoLong that wrote it, or train again",
+    )
     if not intact:
         raise damaged(file, "it was edited or cut off: its checksum is not the one that it holds")
     return meta
@@ -277,7 +275,7 @@ def check_unused(cfg):
 
 
 def check_same(model, cfg, dataset):
-    """Raise LocalError if processes have other code, data, weights or settings."""
+    """Raise UserError if processes have other code, data, weights or settings."""
     local = {"dataset", "device", "entry", "out_dir"}  # machines may have them elsewhere
     settings = {**asdict(model.config), **asdict(cfg), "torch": torch.__version__}
     shared = [value for name, value in settings.items() if name not in local]
@@ -290,17 +288,17 @@ def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
     meta = read_meta(folder)
     settings = meta.pop("config")
     unknown = settings.keys() - vars(GPT.config_class()).keys()
-    if unknown:
-        raise UserError(
-            f"{folder} has the settings {', '.join(sorted(unknown))}, which this version lacks: "
-            "use the version that trained it"
-        )
-    entries = [file for file in meta["code"] if file != "model.py"]
-    if settings["pos"] not in GPT.schemes:
-        raise UserError(
-            f"{folder} was trained with --pos={settings['pos']}, which is not in model.py: give "
-            f"--entry={shlex.quote(''.join(entries[:1])) or 'FILE.py'}"
-        )
+    require(
+        not unknown,
+        f"{folder} has the settings {', '.join(sorted(unknown))}, which this version lacks: use "
+        "the version that trained it",
+    )
+    entries = [file for file in meta["code"] if file != "model.py"] or ["FILE.py"]
+    require(
+        settings["pos"] in GPT.schemes,
+        f"{folder} was trained with --pos={settings['pos']}, which is not in model.py: give "
+        f"--entry={shlex.quote(entries[0])}",
+    )
     model = parallel.build_without_weights(GPT, GPT.config_class(**settings))
     model.meta = meta
     model.folder = folder
@@ -437,8 +435,6 @@ class Log:
     """
 
     def __init__(self, folder, step=None, wandb="", settings=None):
-        installed = not wandb or importlib.util.find_spec("wandb")
-        require(installed, "--wandb needs its package: pip install wandb, or leave it out")
         self.wandb = None
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)

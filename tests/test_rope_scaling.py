@@ -58,13 +58,6 @@ def test_yarns_attention_factor_matches_published_numbers():
         assert rope_scaling.yarn(1e4, 64, 1024, factor)[1] == pytest.approx(number, abs=1e-6)
 
 
-def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest():
-    plain, _ = rope_scaling.none(10000.0, 64, 1024, 1.0)
-    ntk, _ = rope_scaling.ntk(10000.0, 64, 1024, 4.0)
-    assert ntk[0] == plain[0]
-    assert ntk[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-12)
-
-
 def test_ntk_lceg_has_the_bases_of_the_controlled_study():
     """Lu et al. (2024), NTK-32K and NTK-64K of a model of 4,096 tokens, rotary_dim 128."""
     for options, base in (({}, 305_922), ({"length": 65536}, 651_131)):
