@@ -41,6 +41,10 @@ def run_main(main):
         status = 0
     except UserError as error:
         status = report(error, on_every_rank=isinstance(error, LocalError))
+    except FileNotFoundError as error:
+        # to be read, or the folder of one to be written
+        name = error.filename or "a file"
+        status = report(f"{name} cannot be used, for there is no such file or folder: give another")
     except OSError as error:
         reason = f"{error.filename or 'a file'} cannot be used ({error.strerror or error})"
         status = report(f"{reason}: choose another path, or fix its permissions or the disk")

@@ -153,7 +153,7 @@ def run_main(raised, capfd):
     ("error", "message"),
     [
         (UserError("x is wrong: choose y"), "x is wrong: choose y"),
-        (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), "a.txt cannot be used (No such"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), "a.txt cannot be used, for"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: in training lower --batch"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory: "),
     ],
