@@ -4,6 +4,7 @@ A model is trained with RoPE, then without it at the same length for some percen
 (extend.py --method=drope), and evaluated at up to 8 times that length.
 """
 
+from experiments.reproduce import EVALUATE, TABLES  # noqa: F401
 from experiments.stages import BUDGETS, FLAGS, train  # noqa: F401
 
 TITLE = "DroPE"
@@ -30,12 +31,6 @@ def ARMS(b):
     return arms
 
 
-def EVALUATE(b):
-    lengths = ",".join(str(times * b.L) for times in (1, 2, 4, 8))
-    return f"--lengths={lengths} --protocol=last-quarter --max_tokens={b.scored}"
-
-
-TABLES = [("Loss by context length", "last-quarter", ["L", "2L", "4L", "8L"])]
 CLAIMS = """
 last-quarter: yarn-zero-shot@8L > drope-2%@8L
 last-quarter: drope-0.5%@8L > drope-8%@8L

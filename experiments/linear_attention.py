@@ -14,10 +14,6 @@ import numpy as np
 import data
 
 TITLE = "RoPE in linear attention"
-
-ABOUT = (
-    "Losses are in nats per token of held-out text: the mean over the seeds and its 95 % interval."
-)
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=96 batch=64 steps=700 warmup=50 scored=65536",
     "try": "L=16 layers=2 heads=2 width=32 batch=8 steps=20 warmup=2 scored=4096",

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from model import GPT, GPTConfig
+from experiments.tasks import make_model
 from nanolong.evaluation.loss import evaluation_mode
 from nanolong.optim import get_lr, make_optimizers, update_weights
 from train import TrainConfig
@@ -83,10 +83,7 @@ def stream_losses(model, split, bos, capacity, b, steps):
 
 def train(arm, pos, capacity, dataset):
     b = arm.b
-    torch.manual_seed(arm.seed)
-    shape = {"n_layer": b.layers, "n_head": b.heads, "n_embd": b.width}
-    config = GPTConfig(pos=pos, block_size=b.L + capacity, vocab_size=dataset.vocab_size, **shape)
-    model = GPT(config).to(arm.device)
+    model = make_model(pos, arm, b.L + capacity, dataset.vocab_size)
     settings = TrainConfig(learning_rate=3e-3, max_iters=b.steps, warmup_iters=b.warmup)
     optimizers = make_optimizers(model, settings)
     # one step for each segment, in the order of the text
