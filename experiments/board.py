@@ -15,6 +15,7 @@ ABOUT = (
     "The mean over the seeds and its 95 % interval (Student's t). Losses are in nats per token; "
     "claims are judged on differences between runs of the same seed. Flags and commands:"
 )
+NO_SIZES = ("budget", "dataset", "data")  # what run.py adds to the numbers of a budget
 RULE = (
     "A claim passes when its whole 95 % interval does. It is not separated from its bound when the "
     "interval includes the bound, contradicted when the whole interval lies on the other side of "
@@ -233,10 +234,13 @@ def rank(board, measures, lengths):
 def format_report(experiment, board):
     """Return the lines of NAME.md."""
     lines = [f"# {experiment.title or experiment.name}", "", f"`{board.command}`: {board.note}."]
-    lines += ["", experiment.about or ABOUT]
+    sizes = [f"{name}={size}" for name, size in vars(board.b).items() if name not in NO_SIZES]
+    if sizes:
+        lines += ["", f"Budget {board.b.budget}: `{' '.join(sizes)}`."]
     is_try = getattr(board.b, "budget", "") == "try"
     if is_try:
         lines += ["", "The budget `try` shows that the commands work: its numbers mean nothing."]
+    lines += ["", experiment.about.rstrip() or ABOUT]
     if not experiment.about:
         lines += ["", *(f"- {name}: `{'; '.join(c)}`" for name, c in board.commands.items())]
     if board.failed:

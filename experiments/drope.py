@@ -1,20 +1,15 @@
 """What does it take to drop RoPE after pretraining (DroPE), and how long is the context then?
 
-A model is trained with RoPE, then without it at the same length for some percent of the steps
-(extend.py --method=drope), and evaluated at up to 8 times that length.
+A model is trained with RoPE at L tokens, then without it at the same length for some percent of
+the steps (extend.py --method=drope), and evaluated at up to 8 times that length. Losses are in nats
+per token in the last quarter of a sequence.
 """
 
 from experiments.reproduce import EVALUATE, TABLES  # noqa: F401
 from experiments.stages import BUDGETS, FLAGS, train  # noqa: F401
 
 TITLE = "DroPE"
-
-
-def ABOUT(b):
-    return (
-        f"DroPE by its percentage of the {b.steps} steps of pretraining at L = {b.L}. Losses are "
-        "in nats per token in the last quarter of a sequence."
-    )
+ABOUT = __doc__.partition("\n\n")[2]
 
 
 def ARMS(b):

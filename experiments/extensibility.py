@@ -7,6 +7,12 @@ and that perplexity shows none of it. Its norms mostly move with QK-norm; here t
 The design is a half fraction, 2^(5-1), with I = QNGWS: of all 32 models the 16 with one, three or
 five factors. An effect is confounded with the interaction of the four other factors, that of two
 with that of three. Trap: if the plain model, the 17th, finds hardly any value, nothing is judged.
+
+Models are trained on text and on prompts that hide a value, extended by YaRN and fine-tuned. Q:
+QK-norm, N: norms after attention and MLP, G: one key/value head, W: a window of L / 4 in three of
+four layers (YaRN extends the fourth), S: half of the steps. `gain`: how much the loss of the answer
+grows without the value. Fractions of the plain model's accuracy: `change`, `excess` over the
+changes by single factors, `effect` (a difference of means).
 """
 
 import statistics
@@ -15,6 +21,7 @@ from itertools import combinations
 from experiments.board import format_table, plot_tables
 
 TITLE = "Which choices make a model hard to extend"
+ABOUT = __doc__.partition("\n\n")[2]
 BUDGETS = {
     "cpu": "L=64 factor=4 heads=4 width=64 batch=32 steps=1000 tuning=60 scored=32768 prompts=128",
     "try": "L=48 factor=4 heads=2 width=16 batch=4 steps=2 tuning=1 scored=512 prompts=2",
@@ -25,17 +32,6 @@ NAMES = {n: ["".join(letters) for letters in combinations("QNGWS", n)] for n in 
 FRACTION = [*NAMES[1], *NAMES[3], *NAMES[5]]
 MODELS = ["plain", *FRACTION]
 EFFECTS = [*NAMES[1], *NAMES[2]]
-
-
-def ABOUT(b):
-    return (
-        f"{b.steps} steps of {b.batch} sequences of L = {b.L} tokens of text, and of prompts that "
-        f"hide a value; extended {b.factor} times by YaRN; fine-tuned for {b.tuning} steps. Q: "
-        "QK-norm, N: norms after attention and MLP, G: one key/value head, W: a window of L / 4 in "
-        "three of four layers (YaRN extends the fourth), S: half of the steps. `gain`: how much "
-        "the loss of the answer grows without the value. Fractions of the plain model's accuracy: "
-        "`change`, `excess` over the changes by single factors, `effect` (a difference of means)."
-    )
 
 
 def FLAGS(b):

@@ -210,7 +210,11 @@ def test_sums_are_paired_by_seed_and_numbers_go_into_the_bound():
 @pytest.mark.parametrize("name", run.available())
 def test_the_claims_of_every_experiment_are_about_what_it_measures(name):
     for budget in ("cpu", "try"):
-        run.check_claims(run.load_experiment(name, run.RunConfig(budget=budget)))
+        experiment = run.load_experiment(name, run.RunConfig(budget=budget))
+        run.check_claims(experiment)
+        # and its report has no number yet, but the sizes
+        report = board.format_report(experiment, make_board(name, [], budget))
+        assert any(line.startswith(f"Budget {budget}: `") for line in report)
 
 
 def test_the_example_of_the_docs_states_an_experiment(tmp_path, monkeypatch):
