@@ -143,13 +143,14 @@ def parse_claim(line):
 
 
 def judge(line, board):
-    """Judge a claim on sums of the same seeds; None if one of its values was not measured."""
+    """Judge a claim on sums of the same seeds; None if one of its values is not to be measured."""
     claim = parse_claim(line)
     found = [(factor, board.of(arm, claim.measure, n)) for factor, arm, n in claim.terms]
     # only seeds that all of them have are compared
     seeds = sorted(set.intersection(*(set(values) for _, values in found)))
     if not seeds:
-        return None
+        failed = [arm for _, arm, _ in claim.terms if arm in board.failed]
+        return f"- {line}: not judged, for {failed[0]} failed" if failed else None
     sums = [sum(factor * values[seed] for factor, values in found) for seed in seeds]
     verdict = find_verdict(sums, claim.sign, claim.bound)
     measured = format_interval(sums, "+")
@@ -181,9 +182,6 @@ def claim_lines(claims, board):
             heading = ["", f"##{claim}", ""]
             continue
         judged = judge(claim, board)
-        failed = [arm for _, arm, _ in parse_claim(claim).terms if arm in board.failed]
-        if failed and not judged:
-            judged = f"- {claim}: not judged, for {failed[0]} failed"
         if judged:
             lines += [*heading, judged]
             heading = []
@@ -237,7 +235,7 @@ def format_report(experiment, board):
     sizes = [f"{name}={size}" for name, size in vars(board.b).items() if name not in NO_SIZES]
     if sizes:
         lines += ["", f"Budget {board.b.budget}: `{' '.join(sizes)}`."]
-    is_try = getattr(board.b, "budget", "") == "try"
+    is_try = board.b.budget == "try"
     if is_try:
         lines += ["", "The budget `try` shows that the commands work: its numbers mean nothing."]
     lines += ["", experiment.about.rstrip() or ABOUT]
