@@ -13,7 +13,7 @@ from nanolong.evaluation.tables import Table
 
 ABOUT = (
     "The mean over the seeds and its 95 % interval (Student's t). Losses are in nats per token; "
-    "claims are judged on differences between runs of the same seed. Flags and commands:"
+    "claims are judged on differences between runs of the same seed."
 )
 NO_SIZES = ("budget", "dataset", "data")  # what run.py adds to the numbers of a budget
 RULE = (
@@ -238,9 +238,7 @@ def format_report(experiment, board):
     is_try = board.b.budget == "try"
     if is_try:
         lines += ["", "The budget `try` shows that the commands work: its numbers mean nothing."]
-    lines += ["", experiment.about.rstrip() or ABOUT]
-    if not experiment.about:
-        lines += ["", *(f"- {name}: `{'; '.join(c)}`" for name, c in board.commands.items())]
+    lines += ["", experiment.about or ABOUT]
     if board.failed:
         lines += ["", "## Failed", "", *(f"- {name}, {why}" for name, why in board.failed.items())]
     tables = experiment.tables or board.default_tables()
@@ -256,6 +254,9 @@ def format_report(experiment, board):
     if claims:
         blank = [""] * bool(claims[0])  # before a heading there is one already
         lines += ["", "## Claims", "", RULE, *blank, *claims]
+    commands = [f"- {name}: `{'; '.join(c)}`" for name, c in board.commands.items() if any(c)]
+    if commands:
+        lines += ["", "## Flags and commands", "", *commands]
     return lines
 
 

@@ -9,7 +9,6 @@ from experiments.reproduce import EVALUATE, TABLES  # noqa: F401
 from experiments.stages import BUDGETS, FLAGS, train  # noqa: F401
 
 TITLE = "DroPE"
-ABOUT = __doc__.partition("\n\n")[2]
 
 
 def ARMS(b):

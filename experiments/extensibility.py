@@ -21,7 +21,6 @@ from itertools import combinations
 from experiments.board import format_table, plot_tables
 
 TITLE = "Which choices make a model hard to extend"
-ABOUT = __doc__.partition("\n\n")[2]
 BUDGETS = {
     "cpu": "L=64 factor=4 heads=4 width=64 batch=32 steps=1000 tuning=60 scored=32768 prompts=128",
     "try": "L=48 factor=4 heads=2 width=16 batch=4 steps=2 tuning=1 scored=512 prompts=2",

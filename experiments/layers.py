@@ -16,7 +16,6 @@ import statistics
 from experiments.extensibility import EVALUATE, FLAGS, make_stages, plot  # noqa: F401
 
 TITLE = "Which layers of a hybrid should be extended"
-ABOUT = __doc__.partition("\n\n")[2]
 BUDGETS = {
     "cpu": "L=64 factor=8 heads=3 width=96 batch=32 steps=450 tuning=60 scored=16384 prompts=64",
     "try": "L=48 factor=8 heads=2 width=16 batch=8 steps=2 tuning=1 scored=512 prompts=2",

@@ -8,7 +8,6 @@ first table. `refused`: the scheme has no embedding for these positions.
 from model import POSITIONS
 
 TITLE = "The position leaderboard"
-ABOUT = __doc__.partition("\n\n")[2]
 
 # cpu: 0.5 M parameters, a minute of 2 cores for each run; gpu: 25 M
 BUDGETS = {

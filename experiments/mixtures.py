@@ -15,7 +15,6 @@ import data
 from data.texts import write_dataset
 
 TITLE = "Mixtures of long and short documents"
-ABOUT = __doc__.partition("\n\n")[2]
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=64 batch=32 steps=400 warmup=50 tuning=60 scored=32768",
     "try": "L=16 layers=1 heads=2 width=16 batch=32 steps=40 warmup=10 tuning=2 scored=1024",

@@ -13,7 +13,6 @@ from experiments.leaderboard import FLAGS  # noqa: F401
 from experiments.reproduce import extend
 
 TITLE = "Passkeys by length and depth"
-ABOUT = __doc__.partition("\n\n")[2]
 # trials: prompts for each length and depth
 BUDGETS = {
     "cpu": "L=96 layers=4 heads=4 width=96 batch=42 steps=500 warmup=50 rate=3e-3 trials=64",

@@ -7,7 +7,6 @@ models of its scheme.
 """
 
 TITLE = "Without positions"
-ABOUT = __doc__.partition("\n\n")[2]
 BUDGETS = {
     "cpu": "L=32 widths=[64,96,128] layers=4 head=32 tokens=4096 steps=500 scored=65536",
     "gpu": "L=256 widths=[256,512,768] layers=12 head=64 tokens=65536 steps=3000 scored=65536",

@@ -44,7 +44,6 @@ from nanolong.evaluation.loss import evaluation_mode, find_sequences, read_seque
 from nanolong.evaluation.tables import Table
 
 TITLE = "Position in hidden states and in attention"
-ABOUT = __doc__.partition("\n\n")[2]
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=96 batch=64 steps=700 warmup=50 rate=3e-3 probe=400",
     "gpu": "L=512 layers=8 heads=8 width=512 batch=64 steps=5000 warmup=50 rate=3e-3 probe=2000",

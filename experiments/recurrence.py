@@ -24,7 +24,6 @@ from nanolong.optim import get_lr, make_optimizers, update_weights
 from train import TrainConfig
 
 TITLE = "Segment-level recurrence"
-ABOUT = __doc__.partition("\n\n")[2]
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=96 streams=32 steps=260 warmup=20 skipped=16 scored=8",
     "try": "L=16 layers=2 heads=2 width=32 streams=8 steps=10 warmup=2 skipped=8 scored=4",

@@ -20,7 +20,6 @@ from nanolong.evaluation.tables import Table
 from rope_scaling import EVALUATION_ONLY, METHODS
 
 TITLE = "What context extension buys"
-ABOUT = __doc__.partition("\n\n")[2]
 # tuning: steps of fine-tuning; scored: tokens of validation text
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=96 batch=64 steps=700 warmup=50 rate=3e-3 "

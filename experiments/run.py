@@ -10,7 +10,7 @@
 An experiment is a file that states some of these; docs/evaluation.md has an example of ten lines.
 Names in capitals may be functions of the budget b, whose numbers are attributes: b.L.
 
-    TITLE, ABOUT    the heading, and the paragraph below it
+    TITLE, ABOUT    the heading, and what stands below it, by default the docstring of the file
     BUDGETS         name -> numbers as text, "L=64 steps=700"; L is the training length
     FLAGS           flags of train.py, for all arms; the flags of an arm win
     ARMS            name -> a command or a list of them, ["train --pos=rope", "extend --factor=4"]
@@ -143,6 +143,7 @@ def load_experiment(name, cfg):
         value = getattr(module, name, default)
         is_of_budget = name.isupper() and callable(value)
         setattr(experiment, name.lower(), value(b) if is_of_budget else value)
+    experiment.about = experiment.about or (module.__doc__ or "").strip()
     experiment.arms = {name: as_list(commands) for name, commands in experiment.arms.items()}
     if isinstance(experiment.claims, str):
         experiment.claims = experiment.claims.splitlines()
@@ -565,7 +566,9 @@ def main(argv=None):
     board = Board(json.loads(file.read_text(encoding="utf-8")), experiment.derive)
     text = "\n".join(format_report(experiment, board)) + "\n"
     file.with_suffix(".md").write_text(text, encoding="utf-8")
-    print("\n" + re.sub(r"^!.*\n\n?", "", text, flags=re.M))  # a terminal shows no figure
+    # a terminal shows no figure, and its last lines are the verdicts
+    shown = text.partition("\n## Flags and commands")[0]
+    print("\n" + re.sub(r"^!.*\n\n?", "", shown, flags=re.M))
     if experiment.plot:
         experiment.plot(board, file.with_suffix(".png"))
     else:

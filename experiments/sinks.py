@@ -15,7 +15,6 @@ from nanolong.evaluation.attention_maps import attention_maps
 from nanolong.evaluation.loss import find_sequences, read_sequences
 
 TITLE = "Learned sinks"
-ABOUT = __doc__.partition("\n\n")[2]
 ARMS = {"without": "train --pos=rope", "with-a-sink": "train --pos=rope --sink_scores=true"}
 
 
