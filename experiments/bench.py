@@ -42,6 +42,7 @@ from model import GPT, GPTConfig
 from nanolong.devices import autocast, pick_device, pick_dtype
 from nanolong.errors import require, run_main
 from nanolong.evaluation.provenance import ROOT, provenance
+from nanolong.evaluation.tables import Table
 from nanolong.strict_json import write_json
 
 
@@ -113,18 +114,9 @@ def format_row(row):
 
 
 def format_table(rows):
-    """Return the lines of a Markdown table with aligned columns, which is readable as text."""
+    """Return a Markdown table of rows."""
     header = ["section", "case", "name", "ms (quartiles)", "ratio (quartiles)", "rate", "note"]
-    cells = [header, *map(format_row, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
-    return ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
-
-
-def describe_machine(device):
-    """Return GPU, commit, threads, processor with its instructions, torch and date, as a line."""
-    gpu = f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
-    return gpu + provenance(torch.device("cpu"))
+    return Table("", header, list(map(format_row, rows))).markdown()
 
 
 # -----------------------------------------------------------------------------
@@ -452,23 +444,20 @@ def clock_decoding(generate):
 BENCHMARKS = {"operators": time_operators, "train": time_training, "sample": time_sampling}
 
 
-def device_folder(device):
-    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).lower()
-    return "out/bench/" + re.sub(r"[^a-z0-9]+", "-", name).strip("-")
-
-
 def main(argv=None):
     args = settings.parse(cfg=BenchConfig, paths="train or sample", argv=argv)
     cfg, name = args.cfg, (args.paths or ["operators"])[0]
     require(name in BENCHMARKS, f"{name!r} is no benchmark: choose operators, train or sample")
     device = pick_device(cfg.device)
     require(device.type in ("cpu", "cuda"), f"{device} has no clock here: choose cpu or cuda")
-    folder = Path(cfg.out_dir or device_folder(device))
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    device_name = re.sub(r"[^a-z0-9]+", "-", (gpu or "cpu").lower()).strip("-")
+    folder = Path(cfg.out_dir or f"out/bench/{device_name}")
     folder.mkdir(parents=True, exist_ok=True)
     words = sys.argv[1:] if argv is None else argv
     command = " ".join(["python experiments/bench.py", *words])
-    # where it runs
-    machine = describe_machine(device)
+    # where it runs: the processor counts next to a GPU, too
+    machine = f"{gpu}, " * bool(gpu) + provenance(torch.device("cpu"))
     if cfg.nanogpt:
         command = command.replace(f"nanogpt={cfg.nanogpt}", "nanogpt=PATH")
         git = ["git", "-C", cfg.nanogpt, "rev-parse", "--short", "HEAD"]
@@ -479,7 +468,7 @@ def main(argv=None):
     file = folder / f"{'bench' if name == 'operators' else name}.json"
     write_json(file, {"command": command, "machine": machine, "rows": rows}, indent=1)
     about = " ".join(BENCHMARKS[name].__doc__.split())
-    lines = [f"# {name}", "", f"`{command}`: {machine}.", "", about, "", *format_table(rows), ""]
+    lines = [f"# {name}", "", f"`{command}`: {machine}.", "", about, "", format_table(rows), ""]
     file.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
     print("", *lines, f"wrote {file.with_suffix('.md')} and {file.name}", sep="\n")
     return 0

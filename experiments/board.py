@@ -13,8 +13,9 @@ from nanolong.evaluation.tables import Table
 
 ABOUT = (
     "The mean over the seeds and its 95 % interval (Student's t). Losses are in nats per token; "
-    "claims are judged on differences between runs of the same seed. Flags and commands:"
+    "claims are judged on differences between runs of the same seed."
 )
+NO_SIZES = ("budget", "dataset", "data")  # what run.py adds to the numbers of a budget
 RULE = (
     "A claim passes when its whole 95 % interval does. It is not separated from its bound when the "
     "interval includes the bound, contradicted when the whole interval lies on the other side of "
@@ -142,13 +143,14 @@ def parse_claim(line):
 
 
 def judge(line, board):
-    """Judge a claim on sums of the same seeds; None if one of its values was not measured."""
+    """Judge a claim on sums of the same seeds; None if one of its values is not to be measured."""
     claim = parse_claim(line)
     found = [(factor, board.of(arm, claim.measure, n)) for factor, arm, n in claim.terms]
     # only seeds that all of them have are compared
     seeds = sorted(set.intersection(*(set(values) for _, values in found)))
     if not seeds:
-        return None
+        failed = [arm for _, arm, _ in claim.terms if arm in board.failed]
+        return f"- {line}: not judged, for {failed[0]} failed" if failed else None
     sums = [sum(factor * values[seed] for factor, values in found) for seed in seeds]
     verdict = find_verdict(sums, claim.sign, claim.bound)
     measured = format_interval(sums, "+")
@@ -180,9 +182,6 @@ def claim_lines(claims, board):
             heading = ["", f"##{claim}", ""]
             continue
         judged = judge(claim, board)
-        failed = [arm for _, arm, _ in parse_claim(claim).terms if arm in board.failed]
-        if failed and not judged:
-            judged = f"- {claim}: not judged, for {failed[0]} failed"
         if judged:
             lines += [*heading, judged]
             heading = []
@@ -233,12 +232,13 @@ def rank(board, measures, lengths):
 def format_report(experiment, board):
     """Return the lines of NAME.md."""
     lines = [f"# {experiment.title or experiment.name}", "", f"`{board.command}`: {board.note}."]
-    lines += ["", experiment.about or ABOUT]
-    is_try = getattr(board.b, "budget", "") == "try"
+    sizes = [f"{name}={size}" for name, size in vars(board.b).items() if name not in NO_SIZES]
+    if sizes:
+        lines += ["", f"Budget {board.b.budget}: `{' '.join(sizes)}`."]
+    is_try = board.b.budget == "try"
     if is_try:
         lines += ["", "The budget `try` shows that the commands work: its numbers mean nothing."]
-    if not experiment.about:
-        lines += ["", *(f"- {name}: `{'; '.join(c)}`" for name, c in board.commands.items())]
+    lines += ["", experiment.about or ABOUT]
     if board.failed:
         lines += ["", "## Failed", "", *(f"- {name}, {why}" for name, why in board.failed.items())]
     tables = experiment.tables or board.default_tables()
@@ -254,6 +254,9 @@ def format_report(experiment, board):
     if claims:
         blank = [""] * bool(claims[0])  # before a heading there is one already
         lines += ["", "## Claims", "", RULE, *blank, *claims]
+    commands = [f"- {name}: `{'; '.join(c)}`" for name, c in board.commands.items() if any(c)]
+    if commands:
+        lines += ["", "## Flags and commands", "", *commands]
     return lines
 
 

@@ -1,19 +1,14 @@
 """What does it take to drop RoPE after pretraining (DroPE), and how long is the context then?
 
-A model is trained with RoPE, then without it at the same length for some percent of the steps
-(extend.py --method=drope), and evaluated at up to 8 times that length.
+A model is trained with RoPE at L tokens, then without it at the same length for some percent of
+the steps (extend.py --method=drope), and evaluated at up to 8 times that length. Losses are in nats
+per token in the last quarter of a sequence.
 """
 
+from experiments.reproduce import EVALUATE, TABLES  # noqa: F401
 from experiments.stages import BUDGETS, FLAGS, train  # noqa: F401
 
 TITLE = "DroPE"
-
-
-def ABOUT(b):
-    return (
-        f"DroPE by its percentage of the {b.steps} steps of pretraining at L = {b.L}. Losses are "
-        "in nats per token in the last quarter of a sequence."
-    )
 
 
 def ARMS(b):
@@ -30,12 +25,6 @@ def ARMS(b):
     return arms
 
 
-def EVALUATE(b):
-    lengths = ",".join(str(times * b.L) for times in (1, 2, 4, 8))
-    return f"--lengths={lengths} --protocol=last-quarter --max_tokens={b.scored}"
-
-
-TABLES = [("Loss by context length", "last-quarter", ["L", "2L", "4L", "8L"])]
 CLAIMS = """
 last-quarter: yarn-zero-shot@8L > drope-2%@8L
 last-quarter: drope-0.5%@8L > drope-8%@8L

@@ -16,7 +16,6 @@ import torch
 from experiments.tasks import make_model, train_on_samples
 
 TITLE = "More examples in a longer prompt"
-ABOUT = __doc__.partition("\n\n")[2]
 BUDGETS = {
     "cpu": "L=16 keys=4 layers=2 heads=4 width=64 steps=600 tuning=60 batch=64 samples=256",
     "try": "L=12 keys=3 layers=1 heads=2 width=16 steps=4 tuning=2 batch=8 samples=8",

@@ -7,6 +7,12 @@ and that perplexity shows none of it. Its norms mostly move with QK-norm; here t
 The design is a half fraction, 2^(5-1), with I = QNGWS: of all 32 models the 16 with one, three or
 five factors. An effect is confounded with the interaction of the four other factors, that of two
 with that of three. Trap: if the plain model, the 17th, finds hardly any value, nothing is judged.
+
+Models are trained on text and on prompts that hide a value, extended by YaRN and fine-tuned. Q:
+QK-norm, N: norms after attention and MLP, G: one key/value head, W: a window of L / 4 in three of
+four layers (YaRN extends the fourth), S: half of the steps. `gain`: how much the loss of the answer
+grows without the value. Fractions of the plain model's accuracy: `change`, `excess` over the
+changes by single factors, `effect` (a difference of means).
 """
 
 import statistics
@@ -25,17 +31,6 @@ NAMES = {n: ["".join(letters) for letters in combinations("QNGWS", n)] for n in 
 FRACTION = [*NAMES[1], *NAMES[3], *NAMES[5]]
 MODELS = ["plain", *FRACTION]
 EFFECTS = [*NAMES[1], *NAMES[2]]
-
-
-def ABOUT(b):
-    return (
-        f"{b.steps} steps of {b.batch} sequences of L = {b.L} tokens of text, and of prompts that "
-        f"hide a value; extended {b.factor} times by YaRN; fine-tuned for {b.tuning} steps. Q: "
-        "QK-norm, N: norms after attention and MLP, G: one key/value head, W: a window of L / 4 in "
-        "three of four layers (YaRN extends the fourth), S: half of the steps. `gain`: how much "
-        "the loss of the answer grows without the value. Fractions of the plain model's accuracy: "
-        "`change`, `excess` over the changes by single factors, `effect` (a difference of means)."
-    )
 
 
 def FLAGS(b):

@@ -1,5 +1,10 @@
 """Which layers of a hybrid should be extended, and which hybrids extend well?
 
+Models are trained on text and on prompts that hide a value, extended by YaRN and fine-tuned. A
+letter for each layer: F full attention, W a window of L / 4, N full attention without positions;
+none, full and all: the layers that YaRN changes. `gain`: how much the loss of the answer grows
+without the value; judged if both models had one of a nat at L.
+
 The claims are after Olmo 3, p-RoPE and SWAN. logn multiplies queries by 1 within the training
 length, so models with it have the weights of those without; as extend.py cannot switch it on, they
 are trained again. Trap: a gain tells of the extension only if a model found values before it.
@@ -15,16 +20,6 @@ BUDGETS = {
     "cpu": "L=64 factor=8 heads=3 width=96 batch=32 steps=450 tuning=60 scored=16384 prompts=64",
     "try": "L=48 factor=8 heads=2 width=16 batch=8 steps=2 tuning=1 scored=512 prompts=2",
 }
-
-
-def ABOUT(b):
-    return (
-        f"{b.steps} steps of {b.batch} sequences of L = {b.L} tokens of text, and of prompts that "
-        f"hide a value; extended {b.factor} times by YaRN; fine-tuned for {b.tuning} steps. A "
-        "letter for each layer: F full attention, W a window of L / 4, N full attention without "
-        "positions; none, full and all: the layers that YaRN changes. `gain`: how much the loss "
-        "of the answer grows without the value; judged if both models had one of a nat at L."
-    )
 
 
 def ARMS(b):

@@ -1,18 +1,13 @@
-"""Every position scheme, trained alike at a short length and evaluated at up to 32 times that."""
+"""Every position scheme, trained alike at a short length and evaluated at up to 32 times that.
+
+All runs train with AdamW, on the same batches. Losses are in nats per token of held-out text: the
+mean over the seeds and its 95 % interval. Arms are ranked by the mean of the four columns of the
+first table. `refused`: the scheme has no embedding for these positions.
+"""
 
 from model import POSITIONS
 
 TITLE = "The position leaderboard"
-
-
-def ABOUT(b):
-    return (
-        f"Each run trains for {b.steps} steps of {b.batch} sequences of L = {b.L} tokens with "
-        "AdamW, on the same batches for all. Losses are in nats per token of held-out text: the "
-        "mean over the seeds and its 95 % interval. Arms are ranked by the mean of the four "
-        "columns of the first table. `refused`: the scheme has no embedding for these positions."
-    )
-
 
 # cpu: 0.5 M parameters, a minute of 2 cores for each run; gpu: 25 M
 BUDGETS = {

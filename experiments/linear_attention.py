@@ -6,7 +6,7 @@ with phi = elu + 1 (Su et al. 2021). Softmax and linear attention are trained wi
 with RoPE, and linear attention with RoPE in the denominator, too: linear-rope-both. phi is
 positive, and so are sums of products; a rotation gives them any sign, and the quotient any size.
 So this arm may diverge; it then fails, and says at which step. What it learns is compared with a
-model that knows only how often each token occurs.
+model that knows only how often each token occurs. Losses are in nats per token of held-out text.
 """
 
 import numpy as np
@@ -14,10 +14,6 @@ import numpy as np
 import data
 
 TITLE = "RoPE in linear attention"
-
-ABOUT = (
-    "Losses are in nats per token of held-out text: the mean over the seeds and its 95 % interval."
-)
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=96 batch=64 steps=700 warmup=50 scored=65536",
     "try": "L=16 layers=2 heads=2 width=32 batch=8 steps=20 warmup=2 scored=4096",

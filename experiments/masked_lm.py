@@ -26,7 +26,6 @@ from nanolong.optim import get_lr, make_optimizers
 from train import TrainConfig
 
 TITLE = "Masked language models"
-ABOUT = __doc__.partition("\n\n")[2]
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=96 batch=64 steps=1500 warmup=50 rate=3e-3 scored=65536",
     "gpu": "L=256 layers=8 heads=8 width=512 batch=64 steps=8000 warmup=400 rate=1e-3 scored=65536",

@@ -1,8 +1,11 @@
 """On which mixture of long and short documents should an extended model be fine-tuned?
 
 The text is split in two datasets: documents of at least the target length, and others cut into
-pieces of the original length. A model trained on both alike is extended by YaRN and fine-tuned on
-mixtures (ProLong, 2410.02660, has 60 % of long documents, Olmo 3, 2512.13961, 34 %).
+pieces of the original length L. A model trained on both alike is extended 8 times by YaRN and
+fine-tuned, with as many tokens a step, on mixtures (ProLong, 2410.02660, has 60 % of long
+documents, Olmo 3, 2512.13961, 34 %). Sequences hold many short documents, and attention stays
+inside a document. Losses are in nats per byte in the last quarter of a sequence: on short documents
+at L, on long ones at both lengths.
 """
 
 import random
@@ -18,15 +21,6 @@ BUDGETS = {
 }
 FACTOR = 8  # of the context extension
 PERCENT = (0, 34, 66, 100)  # of the sequences that are of long documents
-
-
-def ABOUT(b):
-    return (
-        f"Trained for {b.steps} steps at L = {b.L}, extended {FACTOR} times by YaRN, fine-tuned "
-        f"for {b.tuning} steps with as many tokens each. Losses are in nats per byte in the last "
-        "quarter of a sequence: on short documents at L, on long ones at both lengths. Sequences "
-        "hold many short documents, and attention stays inside a document."
-    )
 
 
 def make_data(b):

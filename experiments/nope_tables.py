@@ -1,14 +1,12 @@
 """How much does a model lose without positions, by context length and by model size?
 
 Haviv et al. (2022): little, and the less the larger the model. Every scheme is trained alike at
-each length with the middle width, and with each width at the longest length.
+each length with the middle width, and with each width at the longest length. Losses are over whole
+sequences of the training length, in nats per token of held-out text. A row of a table holds all
+models of its scheme.
 """
 
 TITLE = "Without positions"
-ABOUT = (
-    "Loss over whole sequences of the training length, in nats per token of held-out text: the "
-    "mean over the seeds and its 95 % interval. A row holds all models of its scheme."
-)
 BUDGETS = {
     "cpu": "L=32 widths=[64,96,128] layers=4 head=32 tokens=4096 steps=500 scored=65536",
     "gpu": "L=256 widths=[256,512,768] layers=12 head=64 tokens=65536 steps=3000 scored=65536",

@@ -15,6 +15,8 @@ most. slope error: the most by which the distance of an ALiBi head of slope m is
 to it, where 1 / m is below a quarter of the sequence: others do not fit (Press et al. 2022).
 divergence: the Jensen-Shannon divergence of two heads in nats (0: equal, ln 2: disjoint), a mean
 over queries; of the closest heads of a layer, and averaged over layers (Kazemnejad et al. 2023).
+In the experiment it is from nope; two of its arms are the finished rope model with half of its
+pairs not rotated.
 """
 
 import sys
@@ -42,10 +44,6 @@ from nanolong.evaluation.loss import evaluation_mode, find_sequences, read_seque
 from nanolong.evaluation.tables import Table
 
 TITLE = "Position in hidden states and in attention"
-ABOUT = (
-    "Text models trained at L tokens; experiments/probes.py says what is measured. Divergences are "
-    "from nope; the last two arms are the finished rope model with half of its pairs not rotated."
-)
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=96 batch=64 steps=700 warmup=50 rate=3e-3 probe=400",
     "gpu": "L=512 layers=8 heads=8 width=512 batch=64 steps=5000 warmup=50 rate=3e-3 probe=2000",

@@ -28,6 +28,10 @@ from data import prepare, texts
 from nanolong.errors import UserError
 
 TITLE = "A public checkpoint, extended"
+ABOUT = (
+    "The context length is extended 4 times; a step of fine-tuning has 4,096 tokens. Losses are in "
+    "nats per token."
+)
 BUDGETS = {
     "cpu": "L=8192 longest=32768 scored=16384 needles=[2048,8192,16384] steps=40",
     "try": "L=8192 longest=4096 scored=2048 needles=[2048] steps=2",
@@ -35,13 +39,6 @@ BUDGETS = {
 METHODS = ("pi", "ntk", "yarn", "dynamic-yarn", "llama3", "self-extend", "lm-infinite")
 TUNED = ("yarn", "ntk")  # without training the best at 32,768 tokens of those that can be trained
 SHORT = 2048
-
-
-def ABOUT(b):
-    return (
-        f"Context length L = {b.L:,} tokens, extended 4 times; fine-tuned for {b.steps} steps of "
-        "4,096 tokens. Losses are in nats per token."
-    )
 
 
 def checkpoint():

@@ -8,8 +8,9 @@ oldest token in memory, so the scheme must be relative.
 POS/none is trained without a memory, POS/memory with one of a segment, on the same streams of text:
 each row of a batch goes on where it ended in the batch before. Both are evaluated on the same
 tokens, by the length of segment and memory together: L is without a memory, 2L with one of a
-segment; 3L and 5L are longer than in training. The queries of the memory are computed, too, and
-dropped, which is simple but not fast.
+segment; 3L and 5L are longer than in training. Losses are in nats per token; `early - late` is the
+loss in the first quarter of a segment less that in the last. The queries of the memory are
+computed, too, and dropped, which is simple but not fast.
 """
 
 import numpy as np
@@ -17,16 +18,12 @@ import torch
 import torch.nn.functional as F
 
 import data
-from model import GPT, GPTConfig
+from experiments.tasks import make_model
 from nanolong.evaluation.loss import evaluation_mode
 from nanolong.optim import get_lr, make_optimizers, update_weights
 from train import TrainConfig
 
 TITLE = "Segment-level recurrence"
-ABOUT = (
-    "Losses are in nats per token of held-out text, by the tokens of segment and memory together. "
-    "`early - late` is the loss in the first quarter of a segment less that in the last."
-)
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=96 streams=32 steps=260 warmup=20 skipped=16 scored=8",
     "try": "L=16 layers=2 heads=2 width=32 streams=8 steps=10 warmup=2 skipped=8 scored=4",
@@ -83,10 +80,7 @@ def stream_losses(model, split, bos, capacity, b, steps):
 
 def train(arm, pos, capacity, dataset):
     b = arm.b
-    torch.manual_seed(arm.seed)
-    shape = {"n_layer": b.layers, "n_head": b.heads, "n_embd": b.width}
-    config = GPTConfig(pos=pos, block_size=b.L + capacity, vocab_size=dataset.vocab_size, **shape)
-    model = GPT(config).to(arm.device)
+    model = make_model(pos, arm, b.L + capacity, dataset.vocab_size)
     settings = TrainConfig(learning_rate=3e-3, max_iters=b.steps, warmup_iters=b.warmup)
     optimizers = make_optimizers(model, settings)
     # one step for each segment, in the order of the text

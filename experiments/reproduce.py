@@ -1,12 +1,14 @@
 """What does each method of context extension buy, without training and after a few steps of it?
 
-A RoPE model is extended 4 times by every method of extend.py and fine-tuned by it, and compared
-with a model that is trained at the target length from the start:
+A RoPE model is extended from L to 4L by every method of extend.py and fine-tuned there (drope,
+yarn-pose: at L) on as many tokens a step. It is compared with a model, native, that is trained at
+4L for all these steps together. Losses are in nats per token in the last quarter of a sequence:
 
     gap closed = (none+0 - arm) / (none+0 - native)
 
 0 is as bad as the model without a method, 1 as good as the native one. Arms are called METHOD+STEPS
 of fine-tuning; each number of steps is a run of its own, with extend.py's schedule for it.
+learned-pi has interpolated embeddings.
 
 Trap: a low loss does not say that distant text is read. A window closes the whole gap here, and
 needles.py shows that it finds nothing beyond it.
@@ -35,15 +37,6 @@ VARIANTS = {
 # longrope needs a table of factors (search.py)
 NAMES = [*(name for name in METHODS if name != "longrope"), *VARIANTS]
 ZERO_SHOT = ("ntk-frozen", "window", *EVALUATION_ONLY)  # not fine-tuned
-
-
-def ABOUT(b):
-    return (
-        f"Models are trained for {b.steps} steps of {b.batch * b.L:,} tokens at L = {b.L}, then "
-        "extended to 4L and fine-tuned there (drope, yarn-pose: at L) on as many tokens a step. "
-        f"native is trained at 4L for {b.steps + b.tuning[-1]} steps; learned-pi has interpolated "
-        "embeddings. Losses are in nats per token in the last quarter of a sequence."
-    )
 
 
 def ARMS(b):

@@ -10,7 +10,7 @@
 An experiment is a file that states some of these; docs/evaluation.md has an example of ten lines.
 Names in capitals may be functions of the budget b, whose numbers are attributes: b.L.
 
-    TITLE, ABOUT    the heading, and the paragraph below it
+    TITLE, ABOUT    the heading, and what stands below it, by default the docstring of the file
     BUDGETS         name -> numbers as text, "L=64 steps=700"; L is the training length
     FLAGS           flags of train.py, for all arms; the flags of an arm win
     ARMS            name -> a command or a list of them, ["train --pos=rope", "extend --factor=4"]
@@ -46,7 +46,6 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import math
 import re
 import shlex
 import shutil
@@ -73,7 +72,8 @@ from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError, note, require, run_main
 from nanolong.evaluation import provenance
-from nanolong.run import is_evaluated
+from nanolong.run import is_evaluated, lock
+from nanolong.strict_json import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path("out/experiments")
@@ -87,7 +87,7 @@ MEASURING_CODE = ("experiments/tasks.py",)  # which others train with
 
 # What an experiment's file may state.
 DEFAULTS = {"TITLE": "", "ABOUT": "", "FLAGS": "", "ARMS": {}, "EVALUATE": {}, "TABLES": None}
-DEFAULTS |= {"CLAIMS": "", "MEASURES": ()}
+DEFAULTS |= {"CLAIMS": "", "MEASURES": (), "BUDGETS": {"default": ""}}
 DEFAULTS |= dict.fromkeys(("measure", "derive", "make_data", "notes", "plot"))
 
 # A full or read-only disk ends the experiment; any other error is that of an arm.
@@ -125,14 +125,13 @@ def load_experiment(name, cfg):
         raise UserError(f"{file} cannot be run ({reason}): correct it") from error
     if not hasattr(module, "ARMS"):
         raise UserError(f"{file} states no ARMS: add name -> commands (see docs/evaluation.md)")
-    budgets = getattr(module, "BUDGETS", {"default": ""})
+    budgets = getattr(module, "BUDGETS", DEFAULTS["BUDGETS"])
     budget = cfg.budget or next(iter(budgets))
     if budget not in budgets:
         raise UserError(f"there is no budget {budget!r}: choose from {', '.join(budgets)}")
     for name in filter(str.isupper, vars(module)):
-        similar = difflib.get_close_matches(name, [*DEFAULTS, "BUDGETS"], 1, 0.8)
-        is_known = name in DEFAULTS or name == "BUDGETS"
-        require(is_known or not similar, f"{file} states {name}: did you mean {''.join(similar)}?")
+        similar = difflib.get_close_matches(name, DEFAULTS, 1, 0.8) or [name]
+        require(similar == [name], f"{file} states {name}: did you mean {similar[0]}?")
     numbers = [word.split("=") for word in budgets[budget].split()]
     b = SimpleNamespace(**{name: json.loads(number) for name, number in numbers})
     b.budget = budget
@@ -144,6 +143,7 @@ def load_experiment(name, cfg):
         value = getattr(module, name, default)
         is_of_budget = name.isupper() and callable(value)
         setattr(experiment, name.lower(), value(b) if is_of_budget else value)
+    experiment.about = experiment.about or (module.__doc__ or "").strip()
     experiment.arms = {name: as_list(commands) for name, commands in experiment.arms.items()}
     if isinstance(experiment.claims, str):
         experiment.claims = experiment.claims.splitlines()
@@ -360,7 +360,7 @@ class Runs:
             found = {"value": function(folder, *args)}
             found["seconds"] = time.process_time() - start
             folder.mkdir(exist_ok=True)
-            write_json(file, {**found, "commit": provenance.current_commit(), "key": key})
+            write_json(file, {**found, "commit": provenance.current_commit(), "key": repr(key)})
         found = json.loads(file.read_text(encoding="utf-8"))
         self.commits.append(found["commit"])
         return found["value"], found["seconds"]
@@ -422,13 +422,19 @@ class Runs:
 
 def run(folder, script, parent, words):
     """Run train.py, extend.py or hf.py to its end, and return the run folder as text."""
-    if script == "hf":
-        shutil.rmtree(folder, ignore_errors=True)  # an import that was stopped
-        call(script, [*words, str(folder)])
-        return str(folder)
-    paths = [str(parent)] if script == "extend" else []
-    resume = ["--init_from=resume"] if list(folder.glob("step-*")) else []
-    call(script, [*paths, *words, f"--out_dir={folder}", *resume])
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock(folder))
+        except UserError as error:
+            advice = "the same command takes its result when that one has ended"
+            raise UserError(f"another run.py makes this run, {folder}: {advice}") from error
+        if script == "hf":
+            shutil.rmtree(folder, ignore_errors=True)  # an import that was stopped
+            call(script, [*words, str(folder)])
+            return str(folder)
+        paths = [str(parent)] if script == "extend" else []
+        resume = ["--init_from=resume"] if list(folder.glob("step-*")) else []
+        call(script, [*paths, *words, f"--out_dir={folder}", *resume])
     last = max(folder.glob("step-*"))
     meta = json.loads((last / "meta.json").read_text(encoding="utf-8"))
     settings = meta.get("train") or {}
@@ -462,10 +468,9 @@ def evaluate(folder, run_folder, words):
             for name in ("accuracy", "nats", "gain"):
                 rows.append([f"{record['kind']} {name}", length, record[name]["mean"]])
     for length, found in needles.items():
-        for name, fractions in zip(
-            ("needle", "needle control"), zip(*found, strict=True), strict=True
-        ):
-            rows.append([name, length, statistics.fmean(fractions)])
+        with_needles, control = zip(*found, strict=True)
+        rows.append(["needle", length, statistics.fmean(with_needles)])
+        rows.append(["needle control", length, statistics.fmean(control)])
     return rows
 
 
@@ -475,20 +480,8 @@ def measure(_, experiment, arm):
         print(f"\n$ measure {arm.name}, seed {arm.seed}", file=log, flush=True)
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             found = experiment.measure(arm)
-    rows = []
-    for name, value in found.items():
-        name, length = name if isinstance(name, tuple) else (name, 0)
-        is_strict = isinstance(value, str) or math.isfinite(value)
-        rows.append([name, length, value if is_strict else None])
-    return rows
-
-
-def write_json(file, value):
-    """Write a file whole or not at all."""
-    temporary = file.with_suffix(".tmp")
-    text = json.dumps(value, default=str, allow_nan=False)
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+    places = [name if isinstance(name, tuple) else (name, 0) for name in found]
+    return [[*place, value] for place, value in zip(places, found.values(), strict=True)]
 
 
 def run_arms(experiment, arms, cfg):
@@ -573,7 +566,9 @@ def main(argv=None):
     board = Board(json.loads(file.read_text(encoding="utf-8")), experiment.derive)
     text = "\n".join(format_report(experiment, board)) + "\n"
     file.with_suffix(".md").write_text(text, encoding="utf-8")
-    print("\n" + re.sub(r"^!.*\n\n?", "", text, flags=re.M))  # a terminal shows no figure
+    # a terminal shows no figure, and its last lines are the verdicts
+    shown = text.partition("\n## Flags and commands")[0]
+    print("\n" + re.sub(r"^!.*\n\n?", "", shown, flags=re.M))
     if experiment.plot:
         experiment.plot(board, file.with_suffix(".png"))
     else:

@@ -3,6 +3,8 @@
 A sink is a score for each head that takes part in the softmax and has no value (gpt-oss, Granite),
 so that a head can attend to nothing. Without one, heads are known to attend to the first token in
 its place (Xiao et al. 2024). The models are those of leaderboard.py, with which runs are shared.
+`first token`, `sink`: the mean fraction of attention that goes there, over layers, heads and the
+later half of the queries.
 """
 
 import torch
@@ -13,10 +15,6 @@ from nanolong.evaluation.attention_maps import attention_maps
 from nanolong.evaluation.loss import find_sequences, read_sequences
 
 TITLE = "Learned sinks"
-ABOUT = (
-    "RoPE models as in the leaderboard, with and without a sink. `first token`, `sink`: the mean "
-    "fraction of attention that goes there, over layers, heads and the later half of the queries."
-)
 ARMS = {"without": "train --pos=rope", "with-a-sink": "train --pos=rope --sink_scores=true"}
 
 

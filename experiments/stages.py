@@ -1,19 +1,16 @@
-"""When should the context grow: never, at the start, in one late jump, or in two?"""
+"""When should the context grow: never, at the start, in one late jump, or in two?
+
+All runs take the same number of steps, and of tokens a step, and start at L tokens, target-length
+at 16L. three-lengths: 4L from 90 % of the steps and 16L from 95 %, with one optimizer and schedule;
+one-late-jump: 16L from 95 %. Losses are in nats per token in the last quarter of a sequence;
+seconds are of the processor, for all commands of an arm.
+"""
 
 TITLE = "When to extend"
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=64 tokens=2048 steps=400 warmup=50 scored=32768",
     "try": "L=16 layers=1 heads=2 width=16 tokens=512 steps=40 warmup=10 scored=1024",
 }
-
-
-def ABOUT(b):
-    return (
-        f"Runs of {b.steps} steps of {b.tokens} tokens, from L = {b.L} tokens. three-lengths: 4L "
-        "from 90 % of the steps and 16L from 95 %, with one optimizer and schedule; one-late-jump: "
-        "16L from 95 %. Losses are in nats per token in the last quarter of a sequence; seconds "
-        "are of the processor, for all commands of an arm."
-    )
 
 
 def FLAGS(b):

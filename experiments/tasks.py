@@ -23,7 +23,6 @@ from nanolong.errors import UserError
 from nanolong.optim import update_weights
 
 TITLE = "Length generalisation"
-ABOUT = __doc__.partition("\n\n")[2]
 BUDGETS = {
     "cpu": "layers=4 heads=4 width=96 batch=64 steps=1500 rate=1e-3 warmup=100 samples=64",
     "gpu": "layers=4 heads=4 width=128 batch=256 steps=6000 rate=5e-4 warmup=200 samples=256",

@@ -139,7 +139,10 @@ def convert(name, value, hints, where="the earlier run"):
         items = items if isinstance(items, list | tuple) else [items]
         each = {name: typing.get_args(kind)[0]}
         items = [item.strip() if isinstance(item, str) else item for item in items]
-        return tuple(convert(name, item, each, where) for item in items if item != "")
+        try:
+            return tuple(convert(name, item, each, where) for item in items if item != "")
+        except UserError as error:
+            raise UserError(f"{error}, or several, as in --{name}=1,2,3") from None
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
         require(value in choices, f"{where}: {name} is one of {', '.join(choices)}")

@@ -14,7 +14,7 @@ def test_ratios_are_of_pairs_and_a_failure_has_its_reason():
     # called as ab, and then ba, ab, ba: a / b is 0.5, 3 and 5, and that of the medians is 2.5
     clocks = {"a": in_order, "b": in_order, "bad": iter(()).__next__}
     rows = bench.compare("rope", "case", clocks, 3, 6.0, "GB/s", warmup=1)
-    assert "| 3.00 (1.75 to 4.00) | 3,000.0 GB/s" in bench.format_table(rows)[3]
+    assert "| 3.00 (1.75 to 4.00) | 3,000.0 GB/s" in bench.format_table(rows).splitlines()[3]
     assert (rows[1]["ms"], rows[2]["ms"], rows[2]["note"]) == (2.0, None, "StopIteration()")
 
 

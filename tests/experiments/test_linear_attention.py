@@ -1,8 +1,11 @@
 """Linear attention against its formula in float64, and what it is compared with."""
 
+from importlib.machinery import PathFinder
+
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 from kernel_cases import rotate_by_complex_numbers
 
 from model import POSITIONS
@@ -38,3 +41,9 @@ def test_attention_is_the_formula(name, fraction, make):
     assert (denominator.min() < 0) == (both and fraction > 0)
     # In units of the denominator, since a rotated one may be near zero; cos and sin are float32.
     assert ((y * denominator - weights @ v).abs() / (q @ k.mT).sum(-1, keepdim=True)).max() < 1e-4
+
+
+def test_the_schemes_are_found_where_there_is_an_experiment_called_examples():
+    # python experiments/run.py looks in both folders
+    spec = PathFinder.find_spec("examples", [str(ROOT), str(ROOT / "experiments")])
+    assert spec.submodule_search_locations == [str(ROOT / "examples")]

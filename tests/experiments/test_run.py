@@ -9,8 +9,10 @@ import sys
 import pytest
 from boards import make_board
 from conftest import ROOT, assert_refused
+from filelock import FileLock
 
 from experiments import board, run
+from nanolong.errors import UserError
 
 MINE = """
 FLAGS = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --max_iters=6 \\
@@ -126,6 +128,7 @@ def test_the_code_that_counts_is_that_of_the_own_scheme(tmp_path, monkeypatch):
         ("rope-yarn@32", "rope-yarn@L", [], "state BUDGETS"),
         ("--lengths=16,32", "--lengths=16,2L", [], "in EVALUATE: give numbers"),
         ("", "", ["--budget=gpu"], "there is no budget 'gpu'"),
+        ("", "", ["--seeds=1-3"], "or several, as in --seeds=1,2,3"),
         ("ARMS", "ARM", [], "states no ARMS"),
         ("CLAIMS", "CLAIM", [], "did you mean CLAIMS?"),
         ("ARMS = {", "ARMS = {{", [], "mine.py cannot be run (SyntaxError"),
@@ -149,6 +152,11 @@ def test_a_stop_in_the_last_step_or_its_evaluation_is_a_stop(run_mine, tmp_path,
     monkeypatch.setattr(run, "call", lambda *_: log.write_text("".join(rows[:-1])))
     with pytest.raises(KeyboardInterrupt):
         run.run(log.parent, "train", None, [])
+
+
+def test_what_another_process_makes_is_left_to_it(tmp_path):
+    with FileLock(tmp_path / ".train-1.lock"), pytest.raises(UserError, match="another run.py"):
+        run.run(tmp_path / "train-1", "train", None, [])
 
 
 # -----------------------------------------------------------------------------
@@ -202,7 +210,11 @@ def test_sums_are_paired_by_seed_and_numbers_go_into_the_bound():
 @pytest.mark.parametrize("name", run.available())
 def test_the_claims_of_every_experiment_are_about_what_it_measures(name):
     for budget in ("cpu", "try"):
-        run.check_claims(run.load_experiment(name, run.RunConfig(budget=budget)))
+        experiment = run.load_experiment(name, run.RunConfig(budget=budget))
+        run.check_claims(experiment)
+        # and its report has no number yet, but the sizes
+        report = board.format_report(experiment, make_board(name, [], budget))
+        assert experiment.about and any(x.startswith(f"Budget {budget}: `") for x in report)
 
 
 def test_the_example_of_the_docs_states_an_experiment(tmp_path, monkeypatch):
