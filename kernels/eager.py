@@ -384,11 +384,12 @@ def _attend_in_bands(q, k, v, bias, relative, gates, scale, mask, length):
 
     # The first distance that is not near, and the number of queries at a time.
     reach = max(2, *(x.shape[1] for x in (bias, keys) if x is not None)) - 1
-    if not mask.causal or q.device.type not in FLASH_DEVICES:
+    if q.device.type not in FLASH_DEVICES:
         reach = Tk
     if mask.window and not mask.sinks and mask.positions is None:
         reach = min(reach, mask.window)
-    reach = min(reach, Tk)
+    # Not causal, all are near, and of more queries than keys the first ones are before all keys.
+    reach = min(reach, Tk) if mask.causal else max(Tq, Tk)
     n = Tq if q.device.type not in FLASH_DEVICES else CHUNK
     if reach == 1 and not mask.hides_keys():  # almost all is flash attention's: in larger blocks
         n = max(n, min(6 * CHUNK, Tk // 16))

@@ -127,7 +127,7 @@ def assert_close(found, expected, rel=5e-5):
     assert (found - expected).abs().max() < rel * expected.abs().max()
 
 
-@pytest.mark.parametrize("T", [5, 16, 17, 53])
+@pytest.mark.parametrize("T", [5, 16, 17, 53, 200])
 @pytest.mark.parametrize(
     "method, options",
     [
