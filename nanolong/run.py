@@ -104,6 +104,8 @@ def write_checkpoint(folder, tensors, meta):
             sync(file)
         meta["checksums"]["meta.json"] = checksum_of_meta(meta)
         (tmp / "meta.json").write_text(to_json(meta, indent=1) + "\n", encoding="utf-8")
+        for stem in tensors:  # safetensors lets nobody else read its files
+            shutil.copymode(tmp / "meta.json", tmp / f"{stem}.safetensors")
         sync(tmp / "meta.json")
         sync(tmp)
         os.rename(tmp, folder)

@@ -220,6 +220,8 @@ def test_bfloat16_is_kept(hf, tmp_path):
     stored = load_file(tmp_path / "run/step-000000/model.safetensors")
     assert stored["embed.weight"].dtype == torch.bfloat16
     quietly(export_to, GPT.load(tmp_path / "run", dtype=None), tmp_path / "out")
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1  # a server of another user reads them, too
     before, after = (load_file(x / "model.safetensors") for x in (place, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -44,6 +44,8 @@ def test_weights_are_stored_and_loaded_to_the_bit_in_either_dtype(pos, make, tmp
     """bfloat16 is rounded as torch rounds; in memory norms and position schemes stay float32."""
     model = make(pos=pos, qk_norm="head", bias="all")
     model.save(tmp_path / "whole/step-000000")
+    modes = {file.stat().st_mode for file in (tmp_path / "whole/step-000000").iterdir()}
+    assert len(modes) == 1  # others can read them all, or none
     again = GPT.load(tmp_path / "whole")
     assert again.config == model.config and not again.training
     assert all(map(torch.equal, again.parameters(), model.parameters()))

@@ -136,6 +136,8 @@ def write_folder(folder, theirs, tokenizer):
     file = folder / "config.json"
     values = add_older_fields(json.loads(file.read_text(encoding="utf-8")))
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for weights in folder.glob("*.safetensors"):  # which else only their owner can read
+        shutil.copymode(file, weights)
 
 
 def add_older_fields(values):
