@@ -374,7 +374,7 @@ def _attend_in_bands(q, k, v, bias, relative, gates, scale, mask, length):
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     keys, values, offsets = (None,) * 3 if relative is None else relative
     if bias is not None and bias.dim() == 1:
-        index = torch.arange(Tk, device=q.device)
+        index = torch.arange(Tk if mask.causal else max(Tq, Tk), device=q.device)
         if mask.causal:
             gates = (-bias[:, None].double() * index)[None]  # (1, H, Tk)
             bias = None

@@ -90,6 +90,7 @@ ATTENTION_CASES = [
     {"causal": False, "Tq": 20},
     {"bias": "slopes", "Tq": 2, "Hk": 2},
     {"bias": "slopes", "causal": False},
+    {"bias": "slopes", "causal": False, "Tq": 20},
     {"bias": 1},
     {"bias": 5},
     {"bias": 40, "Tq": 4},
