@@ -261,7 +261,7 @@ def forward_backward(forward, batches, state):
     return sums
 
 
-def update(model, optimizers, grads, grad_norm, to_mean, state, cfg):
+def update(optimizers, grads, grad_norm, to_mean, state, cfg):
     """Clip the gradients, update the weights and clear the gradients.
 
     to_mean: the factor that makes the gradients those of the mean loss; grad_norm: their norm after
@@ -386,7 +386,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
         where = f"the loss {loss:g} or gradient norm {grad_norm:g} of step {state.step + 1}"
         where += optim.name_bad_gradient(model, grad_norm)
         check_finite(where, cfg, loss_sum, 0 if may_overflow else grad_norm)
-        update(model, optimizers, grads, grad_norm, to_mean, state, cfg)
+        update(optimizers, grads, grad_norm, to_mean, state, cfg)
         del grads  # or they would take memory until the next step has its own
         state.step += 1
         state.tokens += batches.tokens_per_step

@@ -350,7 +350,7 @@ def test_the_seed_is_of_weights_batches_and_dropout(cfg, text_data):
 def test_the_loss_scale_doubles_after_2000_good_steps(cfg):
     for dtype, loss_scale in (("float16", 8.0), ("float32", 4.0)):
         state = train.TrainState(loss_scale=4.0, good_steps=1999)
-        train.update(tiny(), [], [torch.ones(1)], 1.0, 1.0, state, cfg(dtype=dtype))
+        train.update([], [torch.ones(1)], 1.0, 1.0, state, cfg(dtype=dtype))
         assert (state.loss_scale, state.good_steps) == (loss_scale, 2000)
 
 
