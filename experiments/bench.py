@@ -1,6 +1,7 @@
 """How fast are the operators, a training step and sampling, next to the alternatives?
 
-    python experiments/bench.py                        operators and plain PyTorch
+    python experiments/bench.py                        operators, plain PyTorch and FlexAttention
+    python experiments/bench.py schemes                a training step of each position scheme
     python experiments/bench.py train --nanogpt=PATH   training and a checkout of nanoGPT
     python experiments/bench.py sample                 generation and transformers, if installed
 
@@ -33,12 +34,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.utils.benchmark
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import flex_attention as flex
 from torch.utils._pytree import tree_leaves, tree_map
 
 import hf
 import kernels
 from kernels import reference
-from model import GPT, GPTConfig
+from model import GPT, POSITIONS, GPTConfig
 from nanolong.devices import autocast, pick_device, pick_dtype
 from nanolong.errors import require, run_main
 from nanolong.evaluation.provenance import ROOT, provenance
@@ -48,11 +51,12 @@ from nanolong.strict_json import write_json
 
 @dataclass
 class BenchConfig:
-    lengths: tuple[int, ...] = ()  # of attention in tokens; default: by the device
+    lengths: tuple[int, ...] = ()  # in tokens, of attention and of schemes; default: by the device
     nanogpt: str = ""  # train: a checkout in which data/shakespeare_char/prepare.py has run
     rounds: int = 5  # turns of each implementation
     steps: int = 100  # train: timed steps of the smallest model; larger ones take fewer, at least 2
-    shapes: tuple[str, ...] = ()  # of the models of train, or of sample; default: all there are
+    # of the models of train or sample, or the names of schemes; default: all there are
+    shapes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()  # train: default: float32 on a CPU, bfloat16 on a GPU
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     out_dir: str = ""  # default: out/bench/DEVICE
@@ -127,15 +131,20 @@ def format_table(rows):
 def time_operators(cfg, device):
     """Operators on random tensors, forward without gradients, and forward with backward: in
     bfloat16 by triton.testing.do_bench on a GPU, in float32 by torch.utils.benchmark on a CPU,
-    where ours are plain PyTorch, too. Of causal attention half of the products are counted."""
+    where ours are plain PyTorch, too. Of causal attention half of the products are counted. On a
+    GPU attention has FlexAttention and cuDNN's beside it, where they have the term."""
     attention = (plain_attention, kernels.attention, attention_cases(device, cfg.lengths))
     loss = (reference.linear_cross_entropy, kernels.linear_cross_entropy, loss_cases(device))
     rows = []
     for plain, ours, cases in ((reference.rope, kernels.rope, rope_cases(device)), attention, loss):
         for case, arguments, options, work, unit, both in cases:
+            functions = {"plain PyTorch": plain, "ours": ours}
+            if device.type == "cuda" and plain is plain_attention:
+                functions |= {} if options.get("relative") else {"FlexAttention": flex_attention}
+                functions |= {} if options else {"cuDNN": cudnn_attention}
             for direction, times in (("forward", 1), ("forward + backward", both)):
                 clocks = {}
-                for name, function in (("plain PyTorch", plain), ("ours", ours)):
+                for name, function in functions.items():
                     run = functools.partial(function, *arguments, **options)
                     clocks[name] = functools.partial(clock_operator, run, times > 1, device)
                 names = (ours.__name__, f"{direction}, {case}")
@@ -192,10 +201,44 @@ def plain_attention(q, k, v, bias=None, relative=None):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+def cudnn_attention(q, k, v):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def flex_attention(q, k, v, bias=None):
+    """Compute FlexAttention, compiled, with the bias as its score_mod."""
+    return compiled_flex_attention()(q, k, v, bias, causal_blocks(q.shape[2], q.device))
+
+
+@functools.cache
+def causal_blocks(T, device):
+    def causal(b, h, i, j):
+        return i >= j
+
+    return flex.create_block_mask(causal, None, None, T, T, device=device)
+
+
+@functools.cache
+def compiled_flex_attention():
+    @functools.partial(torch.compile, dynamic=False, fullgraph=True)
+    def compute(q, k, v, bias, blocks):
+        def add_slope(score, b, h, i, j):
+            return score - bias[h] * (i - j)
+
+        def add_entry(score, b, h, i, j):
+            return score + bias[h, (i - j).clamp(min=0)]
+
+        added = None if bias is None else add_slope if bias.dim() == 1 else add_entry
+        return flex.flex_attention(q, k, v, added, blocks)
+
+    return compute
+
+
 def attention_cases(device, lengths):
     is_gpu = device.type == "cuda"
     for T in lengths or ((1024, 4096, 16384) if is_gpu else (256, 1024)):
-        B, H, D = (max(1, 16384 // T), 16, 128) if is_gpu else (1, 12, 64)
+        B, H, D = (max(1, 16384 // T) if is_gpu else 1), 12, 64
         q, k, v = (random(device, B, T, H, D).transpose(1, 2) for _ in range(3))
         terms = {
             "no term": {},
@@ -223,15 +266,15 @@ def loss_cases(device):
 WARMUP = 5  # steps that do not count
 # nanoGPT's character model, as its README has it for a CPU and its preset for a GPU, and larger
 # ones: how many times fewer steps they take is the last number.
-SIZES = ("n_layer", "n_head", "n_embd", "block_size", "batch_size")
-CHARACTERS, GPT2 = (4, 4, 128, 64, 12), (12, 12, 768, 1024)
+SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "batch_size")
+GPT2 = (12, 12, 768, 1024, 50304)
 SHAPES = {
     "cpu": {
-        "characters": (*CHARACTERS, 1),
-        "demo": (4, 3, 192, 256, 16, 5),
-        "GPT-2": (*GPT2, 1, 50),
+        "characters": (4, 4, 128, 64, 65, 12, 1),
+        "demo": (4, 3, 192, 256, 65, 16, 5),
+        "GPT-2": (12, 12, 768, 1024, 65, 1, 50),
     },
-    "cuda": {"characters": (6, 6, 384, 256, 64, 1), "GPT-2": (*GPT2, 16, 1)},
+    "cuda": {"characters": (6, 6, 384, 256, 65, 64, 1), "GPT-2": (*GPT2, 16, 2)},
 }
 # nanoGPT has biases here because our LayerNorm always has them.
 LIKE_NANOGPT = {"pos": "learned", "mlp": "gelu_exact", "norm": "layernorm", "bias": "all"}
@@ -287,14 +330,15 @@ def model_clocks(cfg, device, shape, dtype, compiled):
     nanogpt = sys.modules["nanogpt"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(nanogpt)
     # the same sizes for both, and as many parameters
-    sizes = {key: shape[key] for key in SIZES[:-1]} | {"vocab_size": 65}
+    sizes = {key: shape[key] for key in SIZES[:-1]}
     models = {"nanoGPT": nanogpt.GPT(nanogpt.GPTConfig(**sizes, dropout=0.0, bias=True))}
     for name, architecture in ARCHITECTURES.items():
         models[name] = GPT(GPTConfig(**sizes, **architecture))
     counts = [sum(p.numel() for p in model.parameters()) for model in models.values()]
     require(counts[0] == counts[1], f"nanoGPT has {counts[0]:,} parameters, ours {counts[1]:,}")
     torch.compiler.reset()
-    batch = torch.randint(65, (2, shape["batch_size"], shape["block_size"]), device=device)
+    where = (2, shape["batch_size"], shape["block_size"])
+    batch = torch.randint(shape["vocab_size"], where, device=device)
     how = (getattr(torch, dtype), compiled)
     return {name: clock_step(model.to(device), *how, *batch) for name, model in models.items()}
 
@@ -324,6 +368,7 @@ def program_settings(cfg, device, shape, dtype, compiled, folder):
     dataset = shutil.copytree(Path(cfg.nanogpt, "data/shakespeare_char"), folder / "data")
     meta = {"tokenizer": None, "vocab_size": 65, "bos": None, "bos_default": False}
     write_json(dataset / "meta.json", meta)
+    shape = {key: value for key, value in shape.items() if key != "vocab_size"}
     settings = {**SETTINGS, **shape, "device": device, "dtype": dtype, "compile": compiled}
     settings |= {"max_iters": WARMUP + cfg.steps, "out_dir": folder / "run"}
     theirs = {**settings, "dataset": "shakespeare_char", "bias": True}
@@ -366,9 +411,37 @@ def command_of(settings):
 
 
 # -----------------------------------------------------------------------------
+# Schemes
+
+# Four layers of bytes: heads, width; lengths; tokens of a step.
+SCHEME_SHAPES = {"cpu": (3, 192, (256, 1024), 2048), "cuda": (12, 768, (1024, 4096), 16384)}
+
+
+def time_schemes(cfg, device):
+    """A compiled training step of each position scheme next to RoPE's: forward, backward, clipping
+    and fused AdamW. Four layers, a vocabulary of bytes, and on a GPU the width of GPT-2."""
+    n_head, n_embd, lengths, tokens = SCHEME_SHAPES[device.type]
+    names = ["rope", *(name for name in chosen(cfg, POSITIONS) if name != "rope")]
+    torch._dynamo.config.recompile_limit = 4 * len(names)  # one class, many models
+    dtype = pick_dtype("auto", device)
+    rows = []
+    for T in cfg.lengths or lengths:
+        torch.compiler.reset()
+        batch = torch.randint(257, (2, max(1, tokens // T), T), device=device)
+        clocks = {}
+        for name in names:
+            model = GPT(GPTConfig(pos=name, block_size=T, n_head=n_head, n_embd=n_embd)).to(device)
+            clocks[name] = clock_step(model, dtype, True, *batch)
+        case = f"{batch.shape[1]} x {T}, {str(dtype).removeprefix('torch.')}, compiled"
+        work = (batch[0].numel(), "tokens/s")
+        rows += compare("a training step", case, clocks, cfg.steps, *work, WARMUP)
+    return rows
+
+
+# -----------------------------------------------------------------------------
 # Sampling
 
-LARGE = dict(zip(SIZES, GPT2, strict=False), vocab_size=50304)
+LARGE = dict(zip(SIZES, GPT2, strict=False))
 SMOLLM2 = {"n_layer": 30, "n_head": 9, "n_kv_head": 3, "n_embd": 576, "mlp_dim": 1536}
 SMOLLM2 |= {"block_size": 1024, "vocab_size": 49152}
 MODELS = {
@@ -441,13 +514,18 @@ def clock_decoding(generate):
     return 1000 * float(many - few) / (48 - 4)
 
 
-BENCHMARKS = {"operators": time_operators, "train": time_training, "sample": time_sampling}
+BENCHMARKS = {
+    "operators": time_operators,
+    "schemes": time_schemes,
+    "train": time_training,
+    "sample": time_sampling,
+}
 
 
 def main(argv=None):
-    args = settings.parse(cfg=BenchConfig, paths="train or sample", argv=argv)
+    args = settings.parse(cfg=BenchConfig, paths="schemes, train or sample", argv=argv)
     cfg, name = args.cfg, (args.paths or ["operators"])[0]
-    require(name in BENCHMARKS, f"{name!r} is no benchmark: choose operators, train or sample")
+    require(name in BENCHMARKS, f"{name!r} is no benchmark: choose {', '.join(BENCHMARKS)}")
     device = pick_device(cfg.device)
     require(device.type in ("cpu", "cuda"), f"{device} has no clock here: choose cpu or cuda")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -687,7 +687,7 @@ def _keys_to_distances(p):
 def linear_cross_entropy(x, weight, targets, reduction="mean"):
     """Compute reference.linear_cross_entropy() in float32, in chunks of tokens.
 
-    Of the logits (N, V) at most 128 MiB, or 128 tokens, exist at a time. The gradient of the
+    Of the logits (N, V) at most 128 MiB (512 on a GPU), or 128 tokens, exist at a time. The gradient of the
     weight is accumulated in float32, whatever the dtype of the product. There are no second
     derivatives.
     """
@@ -773,6 +773,10 @@ def _fake_losses(x, weight, targets, factor, dtype):
 
 
 def _chunks(x, weight):
-    """Slices of the tokens, whose logits take at most 128 MiB in float32."""
-    size = max(128, (1 << 25) // weight.shape[0] // 128 * 128)
+    """Slices of the tokens, whose logits take at most 128 MiB in float32, on a GPU 512 MiB.
+
+    After each one the gradient of the weight is read and written.
+    """
+    numbers = 1 << (27 if x.is_cuda else 25)
+    size = max(128, numbers // weight.shape[0] // 128 * 128)
     return [slice(i, i + size) for i in range(0, max(1, len(x)), size)]

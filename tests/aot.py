@@ -14,6 +14,7 @@ process, so test_aot.py runs this file in a child process.
 
 import functools
 import itertools
+import math
 import re
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from kernels import decode, flash, rotary  # noqa: E402
 
 # Bytes of shared memory that a program may take, by architecture.
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_86": 101_376, "sm_120": 101_376}
+# Bytes that a program may spill.
+SPILLED = {"sm_80": 0, "sm_90": 264, "sm_86": math.inf, "sm_120": math.inf}
 # No bias, slopes, a table, Shaw's vectors for keys and values, Transformer-XL's, and gates.
 BIASES = ("none", "slopes", "table", "shaw", "xl", "gates")
 # masked: a window with sinks over true positions, and documents, at once
@@ -101,11 +104,14 @@ def loop_lengths(lines):
 
 
 def faults(row):
-    """What is not as it should be, in words. The small tiles are chosen for their memory only."""
+    """What is not as it should be, in words. The small tiles are chosen for their memory only.
+
+    Those of sm_90 were timed: for vectors, a few spills cost less than smaller tiles.
+    """
     found = []
     if row["shared"] > SHARED[row["target"]]:
         found.append("shared memory")
-    if row["spilled"] and row["target"] in ("sm_80", "sm_90"):
+    if row["spilled"] > SPILLED[row["target"]]:
         found.append("spills")
     if row["atomics"]:
         found.append("atomics")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from conftest import assert_success
+from torch.utils._pytree import tree_map
 
 from experiments import bench
 
@@ -18,11 +19,28 @@ def test_ratios_are_of_pairs_and_a_failure_has_its_reason():
     assert (rows[1]["ms"], rows[2]["ms"], rows[2]["note"]) == (2.0, None, "StopIteration()")
 
 
-def test_what_is_timed_is_attention():
+def test_what_is_timed_is_attention(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     for name, arguments, options, work, *_ in bench.attention_cases(torch.device("cpu"), (33,)):
         assert abs(work / (12 * 4 * 33 * 33 * 64 / 2 / 1e9) - 1) < 1e-9
         functions = (bench.plain_attention, bench.reference.attention)
-        torch.testing.assert_close(*(f(*arguments, **options) for f in functions), msg=name)
+        if not options.get("relative"):
+            functions += (bench.flex_attention,)
+        arguments, options = tree_map(
+            lambda x: x if x is None else x.detach(), (arguments, options)
+        )
+        found = [f(*arguments, **options) for f in functions]
+        for y in found[1:]:
+            torch.testing.assert_close(found[0], y, msg=name)
+
+
+def test_schemes_have_a_row_each(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    words = ("schemes", "--shapes=alibi,fox", "--lengths=64", "--steps=1", "--device=cpu")
+    assert_success(call("experiments/bench.py", *words, f"--out_dir={tmp_path}"))
+    rows = json.loads((tmp_path / "schemes.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["rope", "alibi", "fox"]
+    assert all(row["ms"] for row in rows)
 
 
 def test_operators_are_reported_as_gpu_check_reads_them(call, monkeypatch, tmp_path):
