@@ -2,6 +2,7 @@
 
     python experiments/bench.py                        operators, plain PyTorch and FlexAttention
     python experiments/bench.py schemes                a training step of each position scheme
+    python experiments/bench.py tiles                  a GPU: attention with other tiles
     python experiments/bench.py train --nanogpt=PATH   training and a checkout of nanoGPT
     python experiments/bench.py sample                 generation and transformers, if installed
 
@@ -235,10 +236,10 @@ def compiled_flex_attention():
     return compute
 
 
-def attention_cases(device, lengths):
+def attention_cases(device, lengths, D=64):
     is_gpu = device.type == "cuda"
     for T in lengths or ((1024, 4096, 16384) if is_gpu else (256, 1024)):
-        B, H, D = (max(1, 16384 // T) if is_gpu else 1), 12, 64
+        B, H = (max(1, 16384 // T) if is_gpu else 1), 12
         q, k, v = (random(device, B, T, H, D).transpose(1, 2) for _ in range(3))
         terms = {
             "no term": {},
@@ -258,6 +259,48 @@ def loss_cases(device):
         targets = torch.randint(V, (N,), device=device)
         arguments = (random(device, N, C), random(device, V, C), targets)
         yield f"{N} tokens of {V}, width {C}", arguments, {}, 2 * N * C * V / 1e9, "GFLOP/s", 3
+
+
+# -----------------------------------------------------------------------------
+# Tiles
+
+# Queries, keys, warps and stages. Those of vectors have to be square.
+TILES = ((32, 32, 4, 3), (32, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2))
+TILES += ((64, 64, 4, 3), (64, 64, 8, 1), (64, 128, 4, 2), (64, 128, 8, 2), (128, 32, 4, 3))
+TILES += ((128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2))
+
+
+def time_tiles(cfg, device):
+    """Attention forward, or forward with backward, where one kernel has another tile than that of
+    kernels/flash.py, which is the first row. Most of the time is Triton's compiler."""
+    from kernels import flash
+
+    require(device.type == "cuda", "tiles are of a GPU's kernels: run it on one")
+    rows = []
+    cases = (case for D in (64, 128) for case in attention_cases(device, cfg.lengths, D))
+    for name, arguments, options, work, unit, both in cases:
+        run = functools.partial(kernels.attention, *arguments, **options)
+        # the last one is of tables and vectors only
+        for kernel in flash.KERNELS if options else flash.KERNELS[:-1]:
+            times = both if kernel != "forward" else 1
+            clock = functools.partial(clock_operator, run, times > 1, device)
+            clocks = {"now": clock}
+            for tile in TILES:
+                if tile[0] == tile[1] or not ("relative" in options or kernel == "sweep"):
+                    how = (flash, kernel, flash.Tile(*tile), clock)
+                    clocks[str(tile)] = functools.partial(clock_tile, *how)
+            rows += compare(kernel, name, clocks, cfg.rounds, times * work, unit)
+    return rows
+
+
+def clock_tile(flash, kernel, tile, clock):
+    """Return the milliseconds of clock() where one of flash.KERNELS has this tile."""
+    tile_for = flash.tile_for
+    flash.tile_for = lambda q, kind, name: tile if name == kernel else tile_for(q, kind, name)
+    try:
+        return clock()
+    finally:
+        flash.tile_for = tile_for
 
 
 # -----------------------------------------------------------------------------
@@ -517,13 +560,14 @@ def clock_decoding(generate):
 BENCHMARKS = {
     "operators": time_operators,
     "schemes": time_schemes,
+    "tiles": time_tiles,
     "train": time_training,
     "sample": time_sampling,
 }
 
 
 def main(argv=None):
-    args = settings.parse(cfg=BenchConfig, paths="schemes, train or sample", argv=argv)
+    args = settings.parse(cfg=BenchConfig, paths="schemes, tiles, train or sample", argv=argv)
     cfg, name = args.cfg, (args.paths or ["operators"])[0]
     require(name in BENCHMARKS, f"{name!r} is no benchmark: choose {', '.join(BENCHMARKS)}")
     device = pick_device(cfg.device)

@@ -44,7 +44,7 @@ from nanolong.errors import require, run_main
 from nanolong.evaluation.provenance import ROOT, provenance
 
 # Shares of the time; what a part leaves is for those after it.
-PARTS = {"check": 22, "counts": 16, "tests": 30, "bench": 16, "sanitizer": 16}
+PARTS = {"check": 30, "counts": 14, "tests": 26, "bench": 16, "sanitizer": 14}
 TESTS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"]
 WINDOW = {"window": 100, "sinks": 4, "layer_pattern": "FW"}
 SCHEMES = {"rope": WINDOW, "t5": WINDOW, "alibi": {}, "shaw": {}, "xl": {}, "fox": {}}
