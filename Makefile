@@ -77,7 +77,7 @@ lines: .venv/demo
 bench: .venv/demo
 	$(PY) experiments/bench.py
 
-# Every kernel compiled for four architectures: registers, spills, shared memory, loops.
+# Every kernel compiled for four architectures: registers, spills, shared memory.
 aot: .venv/test
 	$(PY) tests/aot.py
 

@@ -4,8 +4,8 @@
     python tests/aot.py sm_90 table 64     the cases with these words in their name
 
 A line of each kernel: its tile (queries x keys, warps, stages), registers, spilled bytes, shared
-memory, how many instructions are products, atomics and accesses of 2 bytes, the lengths of the
-loops that have products, and what is not as it should be. The exit status is 1 if anything is.
+memory, how many instructions are products, atomics and accesses of 2 bytes, and what is not as it
+should be. The exit status is 1 if anything is.
 
 The kernels' own Python launches them on zeros in a CPU's memory, so that Triton's launcher
 specializes them as in a training run. Triton's interpreter and its compiler cannot live in one
@@ -76,7 +76,6 @@ def cost_of(compiled):
         "products": count(PRODUCT, lines),
         "atomics": count(r"(?:REDG?|ATOMG?)\b", lines),
         "2 bytes": count(r"(?:LDG|STG)\.E\.(?:\w+\.)*U16", lines),
-        "loops": loop_lengths(lines),
     }
 
 
@@ -84,23 +83,6 @@ def count(pattern, lines):
     """How many instructions of machine code match a pattern."""
     opcodes = [match[1] for match in map(OPCODE.match, lines) if match]
     return sum(re.match(pattern, opcode) is not None for opcode in opcodes)
-
-
-def loop_lengths(lines):
-    """The number of instructions of each loop that has products and exponentials, ascending."""
-    labels = {}
-    for i, line in enumerate(lines):
-        label = re.match(r"(\.L_x_\d+):", line.strip())
-        if label:
-            labels[label[1]] = i
-    lengths = []
-    for i, line in enumerate(lines):
-        branch = re.search(r"BRA\S*\s+.*?`\((\.L_x_\d+)\)", line)
-        if branch and labels.get(branch[1], i) < i:
-            loop = lines[labels[branch[1]] : i + 1]
-            if count(PRODUCT, loop) and count("MUFU", loop):
-                lengths.append(count("", loop))
-    return sorted(lengths)
 
 
 def faults(row):

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import re
 import sys
 import tomllib
 from graphlib import CycleError, TopologicalSorter
@@ -86,30 +85,6 @@ def test_model_py_can_be_lifted_out():
     assert importing <= {"load", "save", "generate"}
     gpt = next(node for node in parse(file).body if getattr(node, "name", "") == "GPT")
     assert importing <= {node.name for node in gpt.body if isinstance(node, ast.FunctionDef)}
-
-
-def private_names(file):
-    """The names with one leading underscore that a file gives to things, and those it uses."""
-    given, used = set(), set()
-    for node in ast.walk(parse(file)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            given.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            given.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            (given if isinstance(node.ctx, ast.Store) else used).add(node.attr)
-        elif isinstance(node, ast.ImportFrom):
-            used |= {alias.name for alias in node.names}
-    return [{name for name in names if re.match("_[^_]", name)} for names in (given, used)]
-
-
-def test_private_names_are_used_in_their_own_file_only():
-    product = [file for file in MODULES.values() if not path_of(file).startswith("experiments/")]
-    names = {file: private_names(file) for file in product}
-    for file, (given, used) in names.items():
-        for other, (given_there, _) in names.items():
-            foreign = (used - given) & given_there
-            assert not foreign, f"{path_of(file)} uses names of {path_of(other)}"
 
 
 @pytest.mark.parametrize(
