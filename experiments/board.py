@@ -33,7 +33,7 @@ def interval(values):
 
 def format_interval(values, sign=""):
     mean, half_width = interval(values)
-    text = f"{mean:{sign}.3f}"
+    text = f"{mean:{sign}z.3f}"
     return text if math.isnan(half_width) else f"{text} ± {half_width:.3f}"
 
 

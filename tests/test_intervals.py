@@ -79,3 +79,4 @@ def test_intervals_as_text():
     assert intervals.format_interval(fraction, 2) == "0.95 (0.76 to 0.99)"
     assert intervals.format_interval({**fraction, "mean": math.inf}) == "not finite"
     assert intervals.format_interval(fraction, 1, sign="+") == "+0.9 (+0.8 to +1.0)"
+    assert intervals.format_interval({**fraction, "mean": -1e-9}, 1, sign="+").startswith("+0.0 ")

@@ -88,9 +88,9 @@ def format_interval(found, digits=3, sign="", key="mean"):
     mean, low, high = found[key], found["low"], found["high"]
     if mean is None or not math.isfinite(mean):
         return "not finite"
-    text = f"{mean:{sign}.{digits}f}"
+    text = f"{mean:{sign}z.{digits}f}"  # z: not -0.000
     if low is None:
         return f"{text} (n = {found['n']})"
     if abs((high - mean) - (mean - low)) < 10**-digits:  # symmetric
         return f"{text} ± {(high - low) / 2:.{digits}f}"
-    return f"{text} ({low:{sign}.{digits}f} to {high:{sign}.{digits}f})"
+    return f"{text} ({low:{sign}z.{digits}f} to {high:{sign}z.{digits}f})"
