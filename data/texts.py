@@ -174,7 +174,7 @@ class Texts:
     Whole documents are validation, by a hash of their names; of few the end of each.
 
     files: name -> path. as_bytes: whether documents are bytes, or UTF-8. Reads all of them once,
-    and prints which files are left out. Raises UserError if there is no text.
+    and prints which are left out, but for empty ones. Raises UserError if there is no text.
     """
 
     def __init__(self, files, source, as_bytes, val_fraction):
@@ -190,7 +190,8 @@ class Texts:
                     sizes, hashes = survey(name, path, bar, as_bytes, len(files) == 1)
                 except UserError as error:
                     require(len(files) > 1, f"{path} is {error}")
-                    print(f"left out {name} ({error})")
+                    if path.stat().st_size:
+                        print(f"left out {name} ({error})")
                     continue
                 self.files[name] = path
                 self.sizes += sizes

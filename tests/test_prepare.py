@@ -160,8 +160,9 @@ def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, c
     assert_refused(done, f"{name} is {reason}")
     assert not list(data_folder.iterdir())
     (folder / "b.txt").write_text(TEXT)
+    (folder / "c.txt").touch()
     done = assert_success(call("data/prepare.py", folder, "--name=x", "--tokenizer=char"))
-    assert f"left out {name} ({reason}" in done.stdout
+    assert f"left out {name} ({reason}" in done.stdout and "c.txt" not in done.stdout
     assert "from 1 documents" in done.stdout
     assert data.Dataset("x").tokenizer.characters == "".join(sorted(set(TEXT)))
 
