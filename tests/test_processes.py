@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import conftest
 import pytest
@@ -14,7 +15,6 @@ from conftest import (
     assert_success,
     logged,
     newest,
-    run_command,
     wait_for,
 )
 from process_cases import cases, train_case
@@ -147,8 +147,8 @@ def words(text_data, tmp_path):
 
 def ranks_of(launcher):
     """The process ids of the ranks that a launcher has started."""
-    listed = run_command(["ps", "--ppid", launcher.pid, "-o", "pid="])
-    return [int(pid) for pid in listed.stdout.split()]
+    listed = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    return [int(pid) for pid in listed.split()]
 
 
 @pytest.mark.parametrize(
