@@ -39,7 +39,12 @@ from data.tokenizer import (
 def prepare_missing(dataset):
     """Make those of the small datasets python and shakespeare that are named and not there yet."""
     for name in {"python", "shakespeare"} & split_mixture(dataset).keys():
-        if not any(dataset_folder(name).glob("*.bin")):
-            from data.texts import prepare
+        if any(dataset_folder(name).glob("*.bin")):
+            continue
+        from filelock import FileLock
 
-            prepare(name)
+        from data.texts import prepare
+
+        with FileLock(dataset_folder(f".{name}.lock")):  # of runs that start together, one makes it
+            if not any(dataset_folder(name).glob("*.bin")):
+                prepare(name)
