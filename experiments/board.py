@@ -300,6 +300,9 @@ def plot_tables(tables, board, file):
 def plot_table(axis, table, board, names, group):
     """Plot the first measure of a table: the arms of a group, and other names in gray."""
     heading, measures, lengths = table
+    if len(group) < len(names):
+        first = names.index(group[0]) + 1
+        heading += f": {first} to {first + len(group) - 1} of {len(names)}"
     axis.set(title=heading, xscale="log", xlabel="tokens", ylabel=measures[0])
     for name in sorted(names, key=lambda name: name not in group):
         points = board.points(name, measures[0], lengths)

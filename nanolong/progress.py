@@ -142,7 +142,8 @@ def report_end(GPT, cfg, stopped):
     if stopped:
         print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
         return
-    print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
+    words = [cfg.out_dir, *([f"--entry={','.join(cfg.entry)}"] if cfg.entry else [])]
+    print(f"saved {folder}; sample from it with python sample.py {shlex.join(words)}")
     if cfg.last_step < cfg.max_iters:
         ways = "--init_from=resume, or at another length with extend.py --keep_optimizer=true"
         print(f"step {cfg.last_step} of {cfg.max_iters}: go on with {ways}")

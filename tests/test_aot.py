@@ -20,7 +20,7 @@ ALL = [
 
 @pytest.mark.parametrize("case", [*FAST, *(pytest.param(x, marks=pytest.mark.slow) for x in ALL)])
 def test_compiled_kernels_fit_the_hardware(case, run):
-    """Nothing is spilled, shared memory suffices, tensor cores are used, and no atomics.
+    """Little is spilled, shared memory suffices, tensor cores are used, and no atomics.
 
     In a child process that Triton's compiler, and not its interpreter, can live in.
     """

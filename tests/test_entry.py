@@ -65,7 +65,7 @@ def test_an_entry_goes_from_training_to_every_script(entry, call_anew, text_data
     """The checkpoint names the file, and does not run it by itself."""
     run = tmp_path / "run"
     words = [f"--dataset={text_data}", f"--entry={entry}", "--pos=my decay", f"--out_dir={run}"]
-    assert_success(call_anew("train.py", *TINY, *words))
+    assert f"--entry={entry}" in assert_success(call_anew("train.py", *TINY, *words)).stdout
     for words in (
         ["sample.py", run],
         ["evaluate.py", run, "--lengths=32", "--max_tokens=64"],
