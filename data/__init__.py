@@ -45,6 +45,7 @@ def prepare_missing(dataset):
 
         from data.texts import prepare
 
-        with FileLock(dataset_folder(f".{name}.lock")):  # of runs that start together, one makes it
+        # of runs that start together, one makes it
+        with FileLock(dataset_folder(f".{name}.lock")):
             if not any(dataset_folder(name).glob("*.bin")):
                 prepare(name)

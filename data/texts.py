@@ -174,7 +174,7 @@ class Texts:
     Whole documents are validation, by a hash of their names; of few the end of each.
 
     files: name -> path. as_bytes: whether documents are bytes, or UTF-8. Reads all of them once,
-    and prints which are left out, but for empty ones. Raises UserError if there is no text.
+    and prints which are left out, apart from empty ones. Raises UserError if there is no text.
     """
 
     def __init__(self, files, source, as_bytes, val_fraction):

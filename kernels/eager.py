@@ -687,9 +687,9 @@ def _keys_to_distances(p):
 def linear_cross_entropy(x, weight, targets, reduction="mean"):
     """Compute reference.linear_cross_entropy() in float32, in chunks of tokens.
 
-    Of the logits (N, V) at most 128 MiB (512 on a GPU), or 128 tokens, exist at a time. The gradient of the
-    weight is accumulated in float32, whatever the dtype of the product. There are no second
-    derivatives.
+    Of the logits (N, V) at most 128 MiB (512 on a GPU), or 128 tokens, exist at a time. The
+    gradient of the weight is accumulated in float32, whatever the dtype of the product. There are
+    no second derivatives.
     """
     dtype = weight.dtype
     if torch.is_autocast_enabled(x.device.type):

@@ -792,9 +792,9 @@ def _reach_kernel(call, segments, REACHED, BM: tl.constexpr, BN: tl.constexpr):
 # -----------------------------------------------------------------------------
 # Tile sizes
 #
-# Those of sm_90 were timed on an H200, but for vectors at D = 128. Nobody has timed the others. They
-# were chosen by ahead-of-time compilation: nothing is spilled up to D = 128, and shared memory is
-# within the card's limit.
+# Those of sm_90 were timed on an H200, but for vectors at D = 128. Nobody has timed the others.
+# They were chosen by ahead-of-time compilation: nothing is spilled up to D = 128, and shared memory
+# is within the card's limit.
 
 
 class Tile(NamedTuple):
