@@ -133,7 +133,7 @@ def time_operators(cfg, device):
     """Operators on random tensors, forward without gradients, and forward with backward: in
     bfloat16 by triton.testing.do_bench on a GPU, in float32 by torch.utils.benchmark on a CPU,
     where ours are plain PyTorch, too. Of causal attention half of the products are counted. On a
-    GPU attention has FlexAttention and cuDNN's beside it, where they have the term."""
+    GPU attention is compared with FlexAttention and cuDNN, where they have the term."""
     attention = (plain_attention, kernels.attention, attention_cases(device, cfg.lengths))
     loss = (reference.linear_cross_entropy, kernels.linear_cross_entropy, loss_cases(device))
     rows = []

@@ -836,9 +836,9 @@ def tile_for(q, kind, kernel):
         side = 16 if is_vectors or D > 64 else 32
         return Tile(side, side, 8, 1)
     width = 64 if D <= 64 else 128
-    special = {NONE.value: "none", VECTORS.value: "vectors"}.get(kind)
-    default = TILES["vectors" if is_vectors else family, width]
-    row = TILES.get((f"{family} {special}", width), default)
+    suffix = {NONE.value: " none", VECTORS.value: " vectors"}.get(kind, "")
+    general = "vectors" if is_vectors else family
+    row = TILES.get((family + suffix, width), TILES[general, width])
     return Tile(*row[KERNELS.index(kernel)])
 
 
