@@ -241,7 +241,8 @@ class MLP(nn.Module):
     def forward(self, x):
         if self.gate is None:
             return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        gate, up = kernels.linear_each(x, self.gate, self.up)
+        return self.down(self.activation(gate) * up)
 
 
 class Block(nn.Module):

@@ -32,8 +32,10 @@ rotate_by = eager.rotate_by
 
 def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions: see reference.rope()."""
-    # float64 is for checking, and the kernels do not take it
-    if q.dtype == torch.float64 or not triton_runs(q.device):
+    # A compiler fuses the formula with what stands around it. float64 is for checking, and the
+    # kernel does not take it.
+    is_plain = torch.compiler.is_compiling() or q.dtype == torch.float64
+    if is_plain or not triton_runs(q.device):
         return eager.rope(q, k, cos, sin)
     from .rotary import rope as rotary
 

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .flash import DTYPES, as_rows, require
+from .flash import DTYPES, as_rows, empty_output, require
 
 GROUP = tl.constexpr(4)  # heads of a program
 
@@ -83,7 +83,7 @@ def _rotate_kernel(
 
 
 def empty_outputs(q, k, *others):
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+    return empty_output(q), empty_output(k)
 
 
 @torch.library.custom_op("nanolong::rope", mutates_args=())
@@ -133,7 +133,7 @@ def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions.
 
     q (B, H, T, D), k (B, Hk, T, D): float16, bfloat16 or float32, the same for both, with any
-    strides. Returned contiguous, in that dtype.
+    strides. Returned in that dtype, as views of (B, T, H, D).
     cos, sin (T, R/2) or (B, T, R/2): float32 tables of position x frequency, times the attention
     factor if there is one. No gradient reaches them.
     Raises ValueError for what the kernel does not support.

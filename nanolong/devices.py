@@ -212,6 +212,9 @@ def prepare_device(device):
     torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # A product that is cut along its sum is added up in float32, not in 16 bits.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     elif sys.platform == "linux" and device.type == "cpu":
         # Have glibc keep freed memory for later tensors: to fault in fresh pages for every
         # temporary tensor costs 7 % of a small model's step.

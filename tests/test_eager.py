@@ -380,7 +380,7 @@ def test_linear_layers_of_one_input_are_each_its_own(bias, autocast, rng):
 
 
 def small_chunks(size):
-    """A stand-in for eager._chunks."""
+    """A stand-in for eager.token_chunks."""
     return lambda x, weight: [slice(i, i + size) for i in range(0, len(x), size)]
 
 
@@ -401,7 +401,7 @@ def test_few_rows_are_multiplied_alike(shape, bias):
 def test_linear_cross_entropy_matches_float64(n, vocab, reduction, monkeypatch, rng):
     """Loss and both gradients, with several chunks and ignored targets."""
     if n > 1:
-        monkeypatch.setattr(eager, "_chunks", small_chunks(16))
+        monkeypatch.setattr(eager, "token_chunks", small_chunks(16))
     x, weight, targets = random_loss_inputs(n, vocab)
     token_weight = torch.randn(n) if reduction == "none" else torch.ones(())
 
@@ -443,6 +443,43 @@ def test_linear_cross_entropy_can_be_differentiated_twice_where_the_graph_is_kep
     second = torch.autograd.grad(loss, (x, weight))
     for a, b, c in zip(first, second, kept, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@pytest.mark.parametrize("is_cuda, numbers", [(False, 1 << 25), (True, 1 << 29)])
+def test_chunks_of_the_loss_are_of_one_size(is_cuda, numbers):
+    """They cover all tokens, and the last one is shorter by less than 128 tokens a chunk."""
+    for n, vocab in ((16384, 50304), (40000, 50257), (1000, 257), (0, 9), (1, 9), (999, 1 << 29)):
+        x = type("Tokens", (), {"is_cuda": is_cuda, "__len__": lambda self, n=n: n})()
+        chunks = eager.token_chunks(x, torch.empty(vocab, 0))
+        rows = [index for chunk in chunks for index in range(n)[chunk]]
+        assert rows == list(range(n))
+        sizes = [len(range(n)[chunk]) for chunk in chunks]
+        assert max(sizes) * vocab <= max(numbers, 128 * vocab)
+        assert len(set(sizes[:-1])) <= 1 and max(sizes) - sizes[-1] < 128 * len(sizes)
+        least = math.ceil(n * vocab / numbers)
+        assert len(chunks) <= max(1, least + 1, math.ceil(n / 128)), (n, vocab)
+    assert len(eager.token_chunks(torch.empty(16384, 0), torch.empty(50304, 0))) == 26
+
+
+@pytest.mark.parametrize("n_chunks", [1, 3])
+def test_a_compiled_loss_adds_each_chunk_to_one_gradient(n_chunks, monkeypatch, rng):
+    """A compiler sees one operator for a chunk, and the gradients are those of float64."""
+    x, weight, targets = random_loss_inputs(48, 11)
+    monkeypatch.setattr(eager, "token_chunks", small_chunks(48 // n_chunks))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    wide = [part.double().requires_grad_() for part in (x, weight)]
+    expected = torch.autograd.grad(reference.linear_cross_entropy(*wide, targets), wide)
+    inputs = [part.requires_grad_() for part in (x, weight)]
+    compiled = torch.compile(kernels.linear_cross_entropy, fullgraph=True, backend=backend)
+    found = torch.autograd.grad(compiled(*inputs, targets), inputs)
+    assert sum(graph.count("nanolong.add_product") for graph in graphs) == n_chunks
+    for grad, right in zip(found, expected, strict=True):
+        assert_close(grad, right, 1e-5)
 
 
 def random_loss_inputs(n, vocab):
