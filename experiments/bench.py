@@ -1,18 +1,27 @@
 """How fast are the operators, a training step and sampling, next to the alternatives?
 
     python experiments/bench.py                        operators, plain PyTorch and FlexAttention
+    python experiments/bench.py train --nanogpt=PATH   training steps and a checkout of nanoGPT
+    python experiments/bench.py programs --nanogpt=PATH   train.py as a whole, and nanoGPT's
+    python experiments/bench.py profile --nanogpt=PATH    a training step by kinds of kernels
     python experiments/bench.py schemes                a training step of each position scheme
-    python experiments/bench.py tiles                  a GPU: attention with other tiles
-    python experiments/bench.py train --nanogpt=PATH   training and a checkout of nanoGPT
+    python experiments/bench.py length                 long sequences, and SDPA or FlexAttention
     python experiments/bench.py sample                 generation and transformers, if installed
+    python experiments/bench.py kernels                attention's kernels without Python
+    python experiments/bench.py tiles                  the same with other tiles
+    python experiments/bench.py registers              the same by stages and registers
+    python experiments/bench.py loss                   the loss by the tokens of a chunk
+    python experiments/bench.py ceilings               what the machine reaches
 
 The implementations of a case take turns, because the speed of a machine drifts. A time is the
 median over the turns. `ratio` is the time of the case's first row divided by this row's in the
-same turn, the median over the turns: above 1 is faster. Compare within one table only.
+same turn, the median over the turns: above 1 is faster. Compare within one table only. A table is
+written as it grows, so a benchmark that is stopped leaves what it has measured.
 
 Traps: on a CPU, GELU by tanh takes more than twice the time of nanoGPT's GELU by erf, and bfloat16
 is slow without amx_bf16. So the processor's instructions stand above each table, and programs are
 compared with the same architecture, dtype and optimizer, eager with eager, compiled with compiled.
+gpu_minutes.sh runs these benchmarks on a GPU in order of their worth.
 """
 
 import sys
@@ -20,287 +29,137 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
+import contextlib
 import functools
 import importlib.util
 import itertools
 import json
+import pickle
 import re
-import shutil
 import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-import torch.utils.benchmark
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention import flex_attention as flex
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.autograd import DeviceType
 
 import hf
 import kernels
-from kernels import reference
+from experiments import operators
+from experiments.turns import compare, deterministic, format_table, single_row
+from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
-from nanolong.devices import autocast, pick_device, pick_dtype
+from nanolong import devices
 from nanolong.errors import require, run_main
 from nanolong.evaluation.provenance import ROOT, provenance
-from nanolong.evaluation.tables import Table
 from nanolong.strict_json import write_json
 
 
 @dataclass
 class BenchConfig:
-    lengths: tuple[int, ...] = ()  # in tokens, of attention and of schemes; default: by the device
-    nanogpt: str = ""  # train: a checkout in which data/shakespeare_char/prepare.py has run
+    # in tokens: of attention, schemes and length; of the prompts of sample; default: by the device
+    lengths: tuple[int, ...] = ()
+    nanogpt: str = ""  # train, programs, profile: a checkout of nanoGPT; without it only ours
     rounds: int = 5  # turns of each implementation
-    steps: int = 100  # train: timed steps of the smallest model; larger ones take fewer, at least 2
-    # of the models of train or sample, or the names of schemes; default: all there are
+    steps: int = 100  # timed steps of the smallest model; larger ones take fewer, at least 2
+    # of the models of train, programs, profile and sample, or the names of schemes; default: all
     shapes: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()  # train: default: float32 on a CPU, bfloat16 on a GPU
+    # train, programs: also our default architecture with changes, joined by +: before is separate,
+    # rope_kernel and small_chunks; sdpa; deterministic, free (not deterministic); combo, graphs
+    variants: tuple[str, ...] = ()
+    compiled: bool | None = None  # train, programs, profile: by torch.compile; default: both
+    dtypes: tuple[str, ...] = ()  # train, programs, profile: float32, on a GPU bfloat16
+    toy: bool = False  # sizes of a test, and torch.compile without a compiler; times mean nothing
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     out_dir: str = ""  # default: out/bench/DEVICE
 
+    def __post_init__(self):
+        for name in ("rounds", "steps"):
+            require(getattr(self, name) >= 1, f"--{name} must be at least 1")
+        for variant in self.variants:
+            parts_of(variant)
 
-# -----------------------------------------------------------------------------
-# Turns, rows and tables
-
-
-def take_turns(clocks, rounds, warmup=0):
-    """Call clocks (name -> function that returns ms) in turn, every second round in reverse order.
-
-    Returns name -> times of the rounds after the warm-up, and name -> why it failed, or "".
-    """
-    times = {name: [] for name in clocks}
-    notes = dict.fromkeys(clocks, "")
-    for number in range(warmup + rounds):
-        for name in sorted(clocks, key=list(clocks).index, reverse=number % 2 == 1):
-            if notes[name]:
-                continue
-            try:
-                times[name].append(clocks[name]())
-            except Exception as error:  # the others can still be compared
-                notes[name] = (str(error).strip() or repr(error)).splitlines()[0][:100]
-    return {name: ms[warmup:] for name, ms in times.items()}, notes
-
-
-def compare(section, case, clocks, rounds, work, unit, warmup=0):
-    """Time implementations in turns; work: of a call, in `unit` times a second. Returns rows."""
-    times, notes = take_turns(clocks, rounds, warmup)
-    first = next(iter(times.values()))
-    rows = []
-    for name, ms in times.items():
-        row = {"section": section, "case": case, "name": name, "unit": unit, "note": notes[name]}
-        pairs = [a / b for a, b in zip(first, ms, strict=False)]  # fewer if one has failed
-        row.update(times=ms, ms=None, rate=None)
-        row.update(ms_quartiles=quartiles(ms), ratio_quartiles=quartiles(pairs))
-        if ms:
-            row["ms"] = row["ms_quartiles"][1]
-            row["rate"] = 1000 * work / row["ms"]
-        rows.append(row)
-        print(*format_row(row), sep="  ", flush=True)
-    return rows
-
-
-def quartiles(values):
-    """Return the three quartiles of a list, of which the second is its median."""
-    return np.quantile(values, (0.25, 0.5, 0.75)).tolist() if values else []
-
-
-def format_row(row):
-    """Return the cells of a row, in the order of format_table()'s header."""
-    cells = [row["section"], row["case"], row["name"]]
-    for key, digits in (("ms_quartiles", 3), ("ratio_quartiles", 2)):
-        low, median, high = (f"{value:.{digits}f}" for value in row[key] or (0, 0, 0))
-        cells.append(f"{median} ({low} to {high})" if row[key] else "")
-    rate = f"{row['rate']:,.1f} {row['unit']}" if row["rate"] else ""
-    return [*cells, rate, row["note"]]
-
-
-def format_table(rows):
-    """Return a Markdown table of rows."""
-    header = ["section", "case", "name", "ms (quartiles)", "ratio (quartiles)", "rate", "note"]
-    return Table("", header, list(map(format_row, rows))).markdown()
+    def scale(self, device):
+        """The sizes to take: toy, or those of cpu or cuda."""
+        return "toy" if self.toy else device.type
 
 
 # -----------------------------------------------------------------------------
-# Operators. Their cases: name, arguments, options, work, its unit, and with the backward pass how
-# many times as much.
+# Variants: patches of the product, made while they are timed, also to undo a line of it.
+
+VARIANTS = {
+    "separate": "q, k, v and gate, up as products of their own",
+    "rope_kernel": "RoPE by our kernel under torch.compile, too",
+    "small_chunks": "the loss in chunks of 512 MiB of logits, and 16-bit products that are added",
+    "before": "the three above: the product at 7ad6d1d",
+    "sdpa": "attention by PyTorch's SDPA",
+    "deterministic": "deterministic algorithms, as train.py asks for",
+    "free": "train.py without deterministic algorithms",
+    "combo": "torch.compile with combo_kernels",
+    "graphs": "torch.compile with mode=reduce-overhead",
+}
 
 
-def time_operators(cfg, device):
-    """Operators on random tensors, forward without gradients, and forward with backward: in
-    bfloat16 by triton.testing.do_bench on a GPU, in float32 by torch.utils.benchmark on a CPU,
-    where ours are plain PyTorch, too. Of causal attention half of the products are counted. On a
-    GPU attention is compared with FlexAttention and cuDNN, where they have the term."""
-    attention = (plain_attention, kernels.attention, attention_cases(device, cfg.lengths))
-    loss = (reference.linear_cross_entropy, kernels.linear_cross_entropy, loss_cases(device))
-    rows = []
-    for plain, ours, cases in ((reference.rope, kernels.rope, rope_cases(device)), attention, loss):
-        for case, arguments, options, work, unit, both in cases:
-            functions = {"plain PyTorch": plain, "ours": ours}
-            if device.type == "cuda" and plain is plain_attention:
-                functions |= {} if options.get("relative") else {"FlexAttention": flex_attention}
-                functions |= {} if options else {"cuDNN": cudnn_attention}
-            for direction, times in (("forward", 1), ("forward + backward", both)):
-                clocks = {}
-                for name, function in functions.items():
-                    run = functools.partial(function, *arguments, **options)
-                    clocks[name] = functools.partial(clock_operator, run, times > 1, device)
-                names = (ours.__name__, f"{direction}, {case}")
-                rows += compare(*names, clocks, cfg.rounds, times * work, unit)
-    return rows
+def parts_of(variant):
+    """The names in VARIANTS of a variant, which joins them by +. Raises UserError for others."""
+    parts = variant.split("+") if variant else []
+    for name in parts:
+        require(name in VARIANTS, f"there is no variant {name!r}: give {', '.join(VARIANTS)}")
+    return parts
 
 
-def clock_operator(run, has_backward, device):
-    """Return the median milliseconds of run(), a partial function, and of its backward pass."""
-    inputs = [x for x in tree_leaves((run.args, run.keywords)) if torch.is_tensor(x)]
-    inputs = [x for x in inputs if x.requires_grad]
-    with torch.no_grad():
-        gradients = tree_map(torch.randn_like, run())  # not all ones, as in training
-
-    def call():
-        with torch.set_grad_enabled(has_backward):
-            outputs = run()
-        if has_backward:
-            torch.autograd.grad(outputs, inputs, gradients)
-
-    if device.type == "cuda":
-        return importlib.import_module("triton.testing").do_bench(call, return_mode="median")
-    threads = torch.get_num_threads()
-    timer = torch.utils.benchmark.Timer("call()", globals={"call": call}, num_threads=threads)
-    return 1000 * timer.blocked_autorange(min_run_time=0.1).median
-
-
-def random(device, *shape, dtype=None):
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return torch.randn(*shape, device=device, dtype=dtype).requires_grad_()
+@contextlib.contextmanager
+def patched(variant):
+    """Make the changes of a variant while it is open."""
+    parts = parts_of(variant)
+    if "before" in parts:
+        parts += ["separate", "rope_kernel", "small_chunks"]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(deterministic("deterministic" in parts))
+        if "separate" in parts:
+            stack.enter_context(mock.patch.object(kernels, "linear_each", multiply_separately))
+        if "rope_kernel" in parts:
+            stack.enter_context(mock.patch.object(kernels, "rope", rotate_by_kernel))
+        if "small_chunks" in parts:
+            changes = {"token_chunks": chunks_of_512_mib, "add_product": operators.add_rounded}
+            stack.enter_context(mock.patch.multiple(eager, **changes))
+        if "sdpa" in parts:
+            attention = operators.peer_attention
+            stack.enter_context(mock.patch.object(kernels, "attention", attention))
+        if "free" in parts:
+            stack.enter_context(mock.patch.object(torch, "use_deterministic_algorithms"))
+        yield
 
 
-def rope_cases(device):
-    B, T = (8, 4096) if device.type == "cuda" else (2, 1024)
-    for H, Hk, D in ((12, 12, 64), (16, 4, 128)):
-        # views of (B, T, H, D), which the projections leave
-        q, k = (random(device, B, T, heads, D).transpose(1, 2) for heads in (H, Hk))
-        angle = torch.rand(T, D // 2, device=device) * 1000
-        gigabytes = 2 * (q.numel() + k.numel()) * q.element_size() / 1e9
-        case = f"{B} x {H}/{Hk} heads x {T} x {D}"
-        yield case, (q, k, angle.cos(), angle.sin()), {}, gigabytes, "GB/s", 2
+def multiply_separately(x, *layers):
+    return [layer(x) for layer in layers]
 
 
-def plain_attention(q, k, v, bias=None, relative=None):
-    """Compute SDPA with the bias as its mask; of vectors, which it does not have, the formula."""
-    if relative:
-        return reference.attention(q, k, v, relative=relative)
-    if bias is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    index = torch.arange(q.shape[2], device=q.device)
-    distance = index[:, None] - index
-    added = -bias[:, None, None] * distance if bias.dim() == 1 else bias[:, distance.clamp(0)]
-    mask = added.masked_fill(distance < 0, -torch.inf)[None].to(q.dtype)  # (1, H, T, T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+def rotate_by_kernel(q, k, cos, sin):
+    """What kernels.rope() did at 7ad6d1d: the kernel, if Triton runs, under torch.compile, too."""
+    if not kernels.triton_runs(q.device):
+        return eager.rope(q, k, cos, sin)
+    from kernels import rotary
+
+    return rotary.rope(q, k, cos, sin)
 
 
-def cudnn_attention(q, k, v):
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def chunks_of_512_mib(x, weight):
+    """The chunks of the loss on a GPU at 7ad6d1d."""
+    size = max(128, (1 << 27) // weight.shape[0] // 128 * 128)
+    return [slice(i, i + size) for i in range(0, len(x), size)]
 
 
-def flex_attention(q, k, v, bias=None):
-    """Compute FlexAttention, compiled, with the bias as its score_mod."""
-    return compiled_flex_attention()(q, k, v, bias, causal_blocks(q.shape[2], q.device))
-
-
-@functools.cache
-def causal_blocks(T, device):
-    def causal(b, h, i, j):
-        return i >= j
-
-    return flex.create_block_mask(causal, None, None, T, T, device=device)
-
-
-@functools.cache
-def compiled_flex_attention():
-    @functools.partial(torch.compile, dynamic=False, fullgraph=True)
-    def compute(q, k, v, bias, blocks):
-        def add_slope(score, b, h, i, j):
-            return score - bias[h] * (i - j)
-
-        def add_entry(score, b, h, i, j):
-            return score + bias[h, (i - j).clamp(min=0)]
-
-        added = None if bias is None else add_slope if bias.dim() == 1 else add_entry
-        return flex.flex_attention(q, k, v, added, blocks)
-
-    return compute
-
-
-def attention_cases(device, lengths, D=64):
-    is_gpu = device.type == "cuda"
-    for T in lengths or ((1024, 4096, 16384) if is_gpu else (256, 1024)):
-        B, H = (max(1, 16384 // T) if is_gpu else 1), 12
-        q, k, v = (random(device, B, T, H, D).transpose(1, 2) for _ in range(3))
-        terms = {
-            "no term": {},
-            "slopes": {"bias": 2.0 ** -torch.arange(1, H + 1, device=device)},
-            "table": {"bias": random(device, H, T, dtype=torch.float32)},
-            "Shaw's vectors": {"relative": (*(random(device, 1, 129, D) for _ in "kv"), None)},
-            "Transformer-XL's vectors": {"relative": (random(device, H, T, D), None, None)},
-        }
-        for term, options in terms.items():
-            case = f"{term}, {B} x {H} heads x {T} x {D}"
-            yield case, (q, k, v), options, 2 * B * H * T * T * D / 1e9, "GFLOP/s", 3.5
-
-
-def loss_cases(device):
-    for N, C, V in ((512, 256, 50304), (4096, 192, 257)):
-        N *= 16 if device.type == "cuda" else 1
-        targets = torch.randint(V, (N,), device=device)
-        arguments = (random(device, N, C), random(device, V, C), targets)
-        yield f"{N} tokens of {V}, width {C}", arguments, {}, 2 * N * C * V / 1e9, "GFLOP/s", 3
-
-
-# -----------------------------------------------------------------------------
-# Tiles
-
-# Queries, keys, warps and stages. Those of vectors have to be square.
-TILES = ((32, 32, 4, 3), (32, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2))
-TILES += ((64, 64, 4, 3), (64, 64, 8, 1), (64, 128, 4, 2), (64, 128, 8, 2), (128, 32, 4, 3))
-TILES += ((128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2))
-
-
-def time_tiles(cfg, device):
-    """Attention forward, or forward with backward, where one kernel has another tile than that of
-    kernels/flash.py, which is the first row. Most of the time is Triton's compiler."""
-    from kernels import flash
-
-    require(device.type == "cuda", "tiles are of a GPU's kernels: run it on one")
-    rows = []
-    cases = (case for D in (64, 128) for case in attention_cases(device, cfg.lengths, D))
-    for name, arguments, options, work, unit, both in cases:
-        run = functools.partial(kernels.attention, *arguments, **options)
-        # the last one is of tables and vectors only
-        for kernel in flash.KERNELS if options else flash.KERNELS[:-1]:
-            times = both if kernel != "forward" else 1
-            clock = functools.partial(clock_operator, run, times > 1, device)
-            clocks = {"now": clock}
-            for tile in TILES:
-                if tile[0] == tile[1] or not ("relative" in options or kernel == "sweep"):
-                    how = (flash, kernel, flash.Tile(*tile), clock)
-                    clocks[str(tile)] = functools.partial(clock_tile, *how)
-            rows += compare(kernel, name, clocks, cfg.rounds, times * work, unit)
-    return rows
-
-
-def clock_tile(flash, kernel, tile, clock):
-    """Return the milliseconds of clock() where one of flash.KERNELS has this tile."""
-    tile_for = flash.tile_for
-    flash.tile_for = lambda q, kind, name: tile if name == kernel else tile_for(q, kind, name)
-    try:
-        return clock()
-    finally:
-        flash.tile_for = tile_for
+def compile_model(cfg, model, parts):
+    """torch.compile(model) as the parts of a variant say; a toy is traced, and not compiled."""
+    if cfg.toy:
+        return torch.compile(model, backend="eager")
+    if "graphs" in parts:
+        return torch.compile(model, mode="reduce-overhead")
+    return torch.compile(model, options={"combo_kernels": True} if "combo" in parts else None)
 
 
 # -----------------------------------------------------------------------------
@@ -318,46 +177,27 @@ SHAPES = {
         "GPT-2": (12, 12, 768, 1024, 65, 1, 50),
     },
     "cuda": {"characters": (6, 6, 384, 256, 65, 64, 1), "GPT-2": (*GPT2, 16, 2)},
+    "toy": {"characters": (1, 2, 32, 32, 65, 2, 1), "GPT-2": (1, 2, 32, 48, 97, 2, 1)},
 }
 # nanoGPT has biases here because our LayerNorm always has them.
 LIKE_NANOGPT = {"pos": "learned", "mlp": "gelu_exact", "norm": "layernorm", "bias": "all"}
-ARCHITECTURES = {"ours, same architecture": LIKE_NANOGPT, "ours, default architecture": {}}
+SAME, DEFAULT = "ours, same architecture", "ours, default architecture"
+ARCHITECTURES = {SAME: LIKE_NANOGPT, DEFAULT: {}}
 # Both programs know these settings.
 SETTINGS = {"eval_interval": 10**9, "eval_iters": 1, "log_interval": 1, "dropout": 0.0}
 SETTINGS |= {"learning_rate": 1e-3, "warmup_iters": 1, "gradient_accumulation_steps": 1}
 
 
-def time_training(cfg, device):
-    """AdamW without dropout. In one process: a step of each model in turn (forward, backward,
-    clipping, fused AdamW) on the same batch. Processes: each is a train.py on the same token files,
-    and counts as the median over the steps that it logs; to the first step counts from its start,
-    imports included."""
-    file = Path(cfg.nanogpt, "data/shakespeare_char/val.bin")
-    repair = "give --nanogpt=PATH of a checkout of nanoGPT, and run prepare.py there"
-    require(file.is_file(), f"{file} is missing: {repair}")
-    rows = []
+def training_cases(cfg, device):
+    """Yield a name, a shape, a dtype, whether it is compiled, and how many steps to take."""
+    shapes = SHAPES[cfg.scale(device)]
     dtypes = cfg.dtypes or ("bfloat16" if device.type == "cuda" else "float32",)
-    shapes = SHAPES[device.type]
-    for name, dtype in itertools.product(chosen(cfg, shapes), dtypes):
+    modes = (False, True) if cfg.compiled is None else (cfg.compiled,)
+    for name, dtype, compiled in itertools.product(chosen(cfg, shapes), dtypes, modes):
         *sizes, fewer = shapes[name]
         shape = dict(zip(SIZES, sizes, strict=True))
-        work = (shape["batch_size"] * shape["block_size"], "tokens/s")
-        steps = max(2, cfg.steps // fewer)
-        for compiled in (False, True):
-            case = f"{name}, {dtype}, {'compiled' if compiled else 'eager'}"
-            clocks = model_clocks(cfg, device, shape, dtype, compiled)
-            warmup = min(steps, WARMUP)
-            rows += compare("one process", case, clocks, steps, *work, warmup)
-            if name == "characters":
-                with tempfile.TemporaryDirectory() as folder:
-                    programs = program_settings(cfg, device, shape, dtype, compiled, Path(folder))
-                    clocks = call_each(time_program, programs)
-                    rows += compare("whole processes", case, clocks, cfg.rounds, *work)
-                    if not compiled:  # the compiler would be timed
-                        starts = call_each(time_first_step, programs)
-                        how = (case, starts, cfg.rounds, 1, "starts/s")
-                        rows += compare("to the first step", *how)
-    return rows
+        case = f"{name}, {dtype}, {'compiled' if compiled else 'eager'}"
+        yield case, shape, dtype, compiled, max(2, cfg.steps // fewer)
 
 
 def chosen(cfg, shapes):
@@ -367,58 +207,115 @@ def chosen(cfg, shapes):
     return cfg.shapes or shapes
 
 
-def model_clocks(cfg, device, shape, dtype, compiled):
-    """Return the clocks of training steps of nanoGPT's model and of ours: name -> function."""
-    spec = importlib.util.spec_from_file_location("nanogpt", Path(cfg.nanogpt, "model.py"))
-    nanogpt = sys.modules["nanogpt"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(nanogpt)
+def time_training(cfg, device):
+    """AdamW without dropout, in one process: a step of each model in turn (forward, backward,
+    clipping, fused AdamW) on the same batch."""
+    for case, shape, dtype, compiled, steps in training_cases(cfg, device):
+        takers = step_takers(cfg, device, shape, dtype, compiled)
+        clocks = {name: functools.partial(clock_step, take) for name, take in takers.items()}
+        work = (shape["batch_size"] * shape["block_size"], "tokens/s")
+        yield compare("one process", case, clocks, steps, *work, min(steps, WARMUP))
+
+
+def step_takers(cfg, device, shape, dtype, compiled):
+    """Return what takes a training step of nanoGPT's model and of ours: name -> function."""
     # the same sizes for both, and as many parameters
     sizes = {key: shape[key] for key in SIZES[:-1]}
-    models = {"nanoGPT": nanogpt.GPT(nanogpt.GPTConfig(**sizes, dropout=0.0, bias=True))}
+    models = {}
+    if cfg.nanogpt:
+        spec = importlib.util.spec_from_file_location("nanogpt", Path(cfg.nanogpt, "model.py"))
+        nanogpt = sys.modules["nanogpt"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(nanogpt)
+        models["nanoGPT"] = nanogpt.GPT(nanogpt.GPTConfig(**sizes, dropout=0.0, bias=True))
     for name, architecture in ARCHITECTURES.items():
         models[name] = GPT(GPTConfig(**sizes, **architecture))
     counts = [sum(p.numel() for p in model.parameters()) for model in models.values()]
-    require(counts[0] == counts[1], f"nanoGPT has {counts[0]:,} parameters, ours {counts[1]:,}")
+    fits = not cfg.nanogpt or counts[0] == counts[1]
+    require(fits, f"nanoGPT has {counts[0]:,} parameters, ours {counts[1]:,}")
     torch.compiler.reset()
+    # a variant and each of two architectures are compiled, and the code of the model is the same
+    torch._dynamo.config.recompile_limit = 8 + 4 * len(cfg.variants)
     where = (2, shape["batch_size"], shape["block_size"])
     batch = torch.randint(shape["vocab_size"], where, device=device)
     how = (getattr(torch, dtype), compiled)
-    return {name: clock_step(model.to(device), *how, *batch) for name, model in models.items()}
+    takers = {}
+    for name, model in models.items():
+        takers[name] = make_step(cfg, model.to(device), *how, *batch)
+    for variant in cfg.variants:
+        taker = make_step(cfg, models[DEFAULT], *how, *batch, variant=variant)
+        takers[f"{DEFAULT}, {variant}"] = taker
+    return takers
 
 
-def clock_step(model, dtype, compiled, x, y):
-    """Return a function that takes a training step and returns its milliseconds."""
+def make_step(cfg, model, dtype, compiled, x, y, docs=None, variant=""):
+    """Return a function that queues a training step, and returns its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), fused=True)
-    forward = torch.compile(model) if compiled else model
+    parts = parts_of(variant)
+    forward = compile_model(cfg, model, parts) if compiled else model
+    more = {} if docs is None else {"docs": docs}
+    calls = itertools.count()
 
-    def clock():
-        start = time.perf_counter()
-        with autocast(x.device, dtype):
-            output = forward(x, y)
-        loss = output[1] if isinstance(output, tuple) else output  # nanoGPT returns logits, too
-        loss.backward()
+    def take():
+        # The first step fills what the kernels keep: in a graph's memory it would be overwritten.
+        call = model if "graphs" in parts and not next(calls) else forward
+        with patched(variant):
+            with devices.autocast(x.device, dtype):
+                output = call(x, y, **more)
+            loss = output[1] if isinstance(output, tuple) else output  # nanoGPT returns logits, too
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss.item()  # waits for a GPU
-        return 1000 * (time.perf_counter() - start)
+        return loss
 
-    return clock
+    return take
 
 
-def program_settings(cfg, device, shape, dtype, compiled, folder):
-    """Return the folder and the settings of nanoGPT's train.py and of ours, which use a folder."""
-    dataset = shutil.copytree(Path(cfg.nanogpt, "data/shakespeare_char"), folder / "data")
-    meta = {"tokenizer": None, "vocab_size": 65, "bos": None, "bos_default": False}
+def clock_step(take):
+    """Return the milliseconds of a training step."""
+    start = time.perf_counter()
+    take().item()  # waits for a GPU
+    return 1000 * (time.perf_counter() - start)
+
+
+def time_programs(cfg, device):
+    """Whole processes: each is a train.py on the same random tokens, and counts as the median over
+    the steps that it logs. Characters, not compiled: also the time from its start to the first
+    step, imports included."""
+    for case, shape, dtype, compiled, steps in training_cases(cfg, device):
+        work = (shape["batch_size"] * shape["block_size"], "tokens/s")
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (shape, dtype, compiled, steps, Path(folder))
+            programs = program_settings(cfg, device, *arguments)
+            rounds = min(cfg.rounds, steps)
+            yield compare("whole processes", case, call_each(time_program, programs), rounds, *work)
+            if case.startswith("characters") and not compiled:  # the compiler would be timed
+                starts = call_each(time_first_step, programs)
+                yield compare("to the first step", case, starts, rounds, 1, "starts/s")
+
+
+def program_settings(cfg, device, shape, dtype, compiled, steps, folder):
+    """Return folder, variant and settings of nanoGPT's train.py and of ours, which use a folder."""
+    dataset = folder / "data"
+    dataset.mkdir()
+    meta = {"tokenizer": None, "vocab_size": shape["vocab_size"], "bos": None, "bos_default": False}
     write_json(dataset / "meta.json", meta)
+    (dataset / "meta.pkl").write_bytes(pickle.dumps(meta))  # nanoGPT's
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        tokens = rng.integers(shape["vocab_size"], size=64 * shape["block_size"], dtype=np.uint16)
+        tokens.tofile(dataset / f"{split}.bin")
     shape = {key: value for key, value in shape.items() if key != "vocab_size"}
+    compiled = compiled and not cfg.toy  # the compiler would take most of the time
     settings = {**SETTINGS, **shape, "device": device, "dtype": dtype, "compile": compiled}
-    settings |= {"max_iters": WARMUP + cfg.steps, "out_dir": folder / "run"}
-    theirs = {**settings, "dataset": "shakespeare_char", "bias": True}
-    programs = {"nanoGPT": (cfg.nanogpt, theirs)}
+    settings |= {"max_iters": WARMUP + steps, "out_dir": folder / "run", "dataset": dataset}
+    programs = {}
+    if cfg.nanogpt:
+        programs["nanoGPT"] = (cfg.nanogpt, "", {**settings, "bias": True})
     for name, architecture in ARCHITECTURES.items():
-        ours = {**settings, **architecture, "dataset": dataset, "overwrite": True}
-        programs[name] = (ROOT, ours)
+        programs[name] = (ROOT, "", {**settings, **architecture, "overwrite": True})
+    for variant in cfg.variants:
+        programs[f"{DEFAULT}, {variant}"] = (ROOT, variant, {**settings, "overwrite": True})
     return programs
 
 
@@ -426,9 +323,10 @@ def call_each(clock, programs):
     return {name: functools.partial(clock, *program) for name, program in programs.items()}
 
 
-def time_program(root, settings):
+def time_program(root, variant, settings):
     """Run a train.py, and return the median milliseconds of the steps that it prints or logs."""
-    done = subprocess.run(command_of(settings), cwd=root, capture_output=True, text=True)
+    command = command_of(variant, settings)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     require(done.returncode == 0, (done.stderr.strip().splitlines() or ["it failed"])[-1])
     times = re.findall(r"^iter \d+: .*?time ([\d.]+)ms", done.stdout, re.M)  # of nanoGPT
     if root == ROOT:
@@ -438,9 +336,9 @@ def time_program(root, settings):
     return np.median(np.array(times[WARMUP:], float)).item()
 
 
-def time_first_step(root, settings):
+def time_first_step(root, variant, settings):
     """Return the milliseconds from the start of a train.py to the line of its first step."""
-    command = command_of(settings | {"max_iters": 1})
+    command = command_of(variant, settings | {"max_iters": 1})
     start = time.perf_counter()
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
         lines = ((line, time.perf_counter()) for line in process.stdout)
@@ -449,36 +347,175 @@ def time_first_step(root, settings):
     return 1000 * (ends[0] - start)
 
 
-def command_of(settings):
-    return [sys.executable, "-u", "train.py", *(f"--{n}={value}" for n, value in settings.items())]
+def command_of(variant, settings):
+    """Return the command of a train.py in its folder; of ours with the changes of a variant."""
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    if not variant:
+        return [sys.executable, "-u", "train.py", *flags]
+    code = (
+        "import sys\nsys.path.insert(0, '.')\nfrom experiments import bench\nimport train\n"
+        f"with bench.patched({variant!r}):\n    sys.exit(train.main(sys.argv[1:]))"
+    )
+    return [sys.executable, "-u", "-c", code, *flags]
 
 
 # -----------------------------------------------------------------------------
-# Schemes
+# A profile
 
-# Four layers of bytes: heads, width; lengths; tokens of a step.
-SCHEME_SHAPES = {"cpu": (3, 192, (256, 1024), 2048), "cuda": (12, 768, (1024, 4096), 16384)}
+# Kinds of kernels, by a part of their names: the first that fits counts.
+KINDS = {
+    "products": "gemm|nvjet|cutlass|splitk|cublas|::mm|addmm|bmm|linear",
+    "attention, forward": "_forward_kernel|fwd|flash_attention_for",
+    "attention, dq": "_dq_kernel",
+    "attention, dk and dv": "_dkdv_kernel",
+    "attention, table": "_sweep_kernel|_reach_kernel",
+    "attention, backward": "bwd|flash_attention.*backward|attention_backward",
+    "RoPE": "rotate|rope|cos_sin",
+    "loss": "log_softmax|logsumexp|nll|softmax|cross_entropy",
+    "norms": "norm(?!.*foreach)",
+    "activation": "gelu|silu",
+    "AdamW": "adam",
+    "clipping": "foreach|multi_tensor|lpnorm|linalg_vector_norm",
+    "embedding": "embedding|index|gather|scatter",
+    "copies": "clone|cat|copy|memcpy|memset|fill|zeros",
+    "sums": "sum|add|reduce",
+}
+PROFILED = 5  # steps
+LARGEST = 12  # products that have rows of their own
+
+
+def time_profile(cfg, device):
+    """A training step by torch.profiler: milliseconds by kind of kernel, of the products by shape,
+    in all (GPU busy), of the whole step (wall) and of the host until everything is queued. On a CPU
+    the operators stand for kernels."""
+    for case, shape, dtype, compiled, _ in training_cases(cfg, device):
+        for name, take in step_takers(cfg, device, shape, dtype, compiled).items():
+            for _ in range(1 if cfg.toy else 3):
+                take().item()
+            yield profile_rows(f"{name}, {case}", take, device)
+
+
+def profile_rows(case, take, device):
+    """Profile steps; return rows of ms a step."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    walls, hosts = [], []
+    for _ in range(PROFILED):  # without the profiler, which takes time itself
+        start = time.perf_counter()
+        loss = take()
+        hosts.append(1000 * (time.perf_counter() - start))
+        loss.item()
+        walls.append(1000 * (time.perf_counter() - start))
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        for _ in range(PROFILED):
+            take().item()
+    wanted = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    by_kind, busy, end = {}, 0.0, 0.0
+    events = [event for event in profile.events() if event.device_type == wanted]
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        kind = kind_of(event.name)
+        us = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        by_kind[kind] = by_kind.get(kind, 0.0) + us / 1000 / PROFILED
+        start, stop = max(event.time_range.start, end), event.time_range.end
+        busy += max(0.0, stop - start) / 1000 / PROFILED
+        end = max(end, stop)
+    rows = [single_row("wall", case, "", float(np.median(walls)))]
+    rows.append(single_row("host, until queued", case, "", float(np.median(hosts))))
+    rows.append(single_row("busy", case, "", busy))
+    for kind, ms in sorted(by_kind.items(), key=lambda pair: -pair[1]):
+        rows.append(single_row("kind of kernel", case, kind, ms))
+    return rows + product_rows(case, profile, device)
+
+
+def kind_of(name):
+    for kind, pattern in KINDS.items():
+        if re.search(pattern, name.lower()):
+            return kind
+    return "other"
+
+
+def product_rows(case, profile, device):
+    """Rows of the products that take most, by the shapes of their matrices."""
+    found = []
+    for event in profile.key_averages(group_by_input_shape=True):
+        us = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        if event.key in ("aten::mm", "aten::addmm", "aten::bmm") and us:
+            shapes = [shape for shape in event.input_shapes if shape][:3]
+            words = " by ".join("x".join(map(str, shape)) for shape in shapes)
+            count = round(event.count / PROFILED)
+            found.append((us / 1000 / PROFILED, f"{count} {event.key[6:]} of {words}"))
+    largest = sorted(found, reverse=True)[:LARGEST]
+    return [single_row("product", case, words, ms) for ms, words in largest]
+
+
+# -----------------------------------------------------------------------------
+# Schemes, and length
+
+# Layers, heads, width, vocabulary; lengths; tokens of a step.
+SCHEME_SHAPES = {
+    "cpu": ((4, 3, 192, 257), (256, 1024), 2048),
+    "cuda": ((12, 12, 768, 50304), (1024, 4096), 16384),
+    "toy": ((1, 2, 32, 97), (48,), 96),
+}
 
 
 def time_schemes(cfg, device):
     """A compiled training step of each position scheme next to RoPE's: forward, backward, clipping
-    and fused AdamW. Four layers, a vocabulary of bytes, and on a GPU the width of GPT-2."""
-    n_head, n_embd, lengths, tokens = SCHEME_SHAPES[device.type]
+    and fused AdamW. On a GPU with the shape of GPT-2, else with four layers of bytes."""
+    sizes, lengths, tokens = SCHEME_SHAPES[cfg.scale(device)]
+    n_layer, n_head, n_embd, vocab_size = sizes
     names = ["rope", *(name for name in chosen(cfg, POSITIONS) if name != "rope")]
     torch._dynamo.config.recompile_limit = 4 * len(names)  # one class, many models
-    dtype = pick_dtype("auto", device)
-    rows = []
+    dtype = devices.pick_dtype("auto", device)
     for T in cfg.lengths or lengths:
         torch.compiler.reset()
-        batch = torch.randint(257, (2, max(1, tokens // T), T), device=device)
+        batch = torch.randint(vocab_size, (2, max(1, tokens // T), T), device=device)
         clocks = {}
         for name in names:
-            model = GPT(GPTConfig(pos=name, block_size=T, n_head=n_head, n_embd=n_embd)).to(device)
-            clocks[name] = clock_step(model, dtype, True, *batch)
+            shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": T}
+            model = GPT(GPTConfig(pos=name, vocab_size=vocab_size, **shape)).to(device)
+            take = make_step(cfg, model, dtype, True, *batch)
+            clocks[name] = functools.partial(clock_step, take)
         case = f"{batch.shape[1]} x {T}, {str(dtype).removeprefix('torch.')}, compiled"
         work = (batch[0].numel(), "tokens/s")
-        rows += compare("a training step", case, clocks, cfg.steps, *work, WARMUP)
-    return rows
+        yield compare("a training step", case, clocks, cfg.steps, *work, min(cfg.steps, WARMUP))
+
+
+# Layers, query and key heads, width, vocabulary; lengths.
+LONG_SHAPES = {
+    "cpu": ((2, 6, 2, 192, 257), (1024,)),
+    "cuda": ((12, 12, 4, 768, 50304), (16384, 32768)),
+    "toy": ((1, 3, 1, 48, 97), (48,)),
+}
+LONG_SCHEMES = ("rope", "alibi", "t5", "fox")
+
+
+def time_length(cfg, device):
+    """A training step on one long sequence, not compiled, with a key head for three query heads:
+    ours, and the same model whose attention is SDPA, or FlexAttention (compiled on a GPU) if there
+    is a term, a window of an eighth of the sequence, or documents of a quarter."""
+    sizes, lengths = LONG_SHAPES[cfg.scale(device)]
+    n_layer, n_head, n_kv_head, n_embd, vocab_size = sizes
+    dtype = devices.pick_dtype("auto", device)
+    schemes = chosen(cfg, dict.fromkeys(LONG_SCHEMES))
+    for T, pos, kind in itertools.product(
+        cfg.lengths or lengths, schemes, ("causal", "window", "documents")
+    ):
+        shape = {"n_layer": n_layer, "n_head": n_head, "n_kv_head": n_kv_head, "n_embd": n_embd}
+        window = T // 8 if kind == "window" else 0
+        shape |= {"block_size": T, "vocab_size": vocab_size, "window": window}
+        model = GPT(GPTConfig(pos=pos, **shape)).to(device)
+        batch = torch.randint(vocab_size, (2, 1, T), device=device)
+        docs = None
+        if kind == "documents":
+            docs = (torch.arange(T, device=device) // (T // 4))[None]
+        clocks = {}
+        for name, variant in (("ours", ""), ("PyTorch's attention", "sdpa")):
+            take = make_step(cfg, model, dtype, False, *batch, docs, variant)
+            clocks[name] = functools.partial(clock_step, take)
+        case = f"{pos}, {kind}, 1 x {T}, {str(dtype).removeprefix('torch.')}"
+        yield compare("a long step", case, clocks, cfg.rounds, T, "tokens/s", 1)
 
 
 # -----------------------------------------------------------------------------
@@ -493,44 +530,48 @@ MODELS = {
     "124 M, batch 4": (LARGE, 4),
     "SmolLM2's shape": (SMOLLM2, 1),
 }
+TOY_MODELS = {"toy": ({"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 128}, 1)}
+NEW = 48  # tokens, the first four of which do not count
 
 
 def time_sampling(cfg, device):
     """A decoding step of RoPE models with random weights, at temperature 0.8 and top_k 200: the
-    difference between 48 new tokens and 4, after prompts of 64. hf.py exports the models and checks
-    that transformers has the same logits. In bfloat16, too, if sample.py uses it here."""
-    rows = []
-    for size in chosen(cfg, MODELS):
-        shape, batch_size = MODELS[size]
+    difference between 48 new tokens and 4, by default after prompts of 64. hf.py exports the models
+    and checks that transformers has the same logits. In bfloat16 too, if sample.py uses it here."""
+    models = TOY_MODELS if cfg.toy else MODELS
+    for size, length in itertools.product(chosen(cfg, models), cfg.lengths or (64,)):
+        shape, batch_size = models[size]
+        shape = shape | {"block_size": max(shape["block_size"], length + NEW)}
         model = GPT(GPTConfig(**shape)).to(device)
         for p in model.parameters():
             torch.nn.init.normal_(p, mean=float(p.dim() == 1), std=0.04)
-        prompts = torch.randint(model.config.vocab_size, (batch_size, 64), device=device)
+        prompts = torch.randint(model.config.vocab_size, (batch_size, length), device=device)
         # float32, and what sample.py would take
-        for dtype in dict.fromkeys((torch.float32, pick_dtype("auto", device))):
+        for dtype in dict.fromkeys((torch.float32, devices.pick_dtype("auto", device))):
             torch.compiler.reset()
-            generators = sampling_generators(model, prompts, dtype)
+            generators = sampling_generators(cfg, model, prompts, dtype)
             greedy = [run(max_new_tokens=12, top_k=1)[:, -12:].cpu() for run in generators.values()]
             same = all(torch.equal(tokens, greedy[0]) for tokens in greedy)
-            case = f"{size}, {str(dtype).removeprefix('torch.')}"
+            case = f"{size}, {length} keys, {str(dtype).removeprefix('torch.')}"
             case += ", same greedy tokens" if same else ", other greedy tokens"
             clocks = {
                 name: functools.partial(clock_decoding, generate)
                 for name, generate in generators.items()
             }
-            rows += compare("sampling", case, clocks, cfg.rounds, batch_size, "tokens/s", 1)
-    return rows
+            yield compare("sampling", case, clocks, cfg.rounds, batch_size, "tokens/s", 1)
 
 
-def sampling_generators(model, prompts, dtype):
+def sampling_generators(cfg, model, prompts, dtype):
     """Return what continues the prompts: name -> function of max_new_tokens and top_k."""
 
     def generate(compiled, max_new_tokens, top_k=200):
-        with autocast(prompts.device, dtype):
+        with devices.autocast(prompts.device, dtype):
             tokens = model.generate(prompts, max_new_tokens, 0.8, top_k, compiled=compiled)
             return torch.cat(list(tokens), 1)
 
     generators = {"ours": functools.partial(generate, False)}
+    if cfg.toy:  # the compiler would take most of the time
+        return generators
     generators["ours, compiled"] = functools.partial(generate, True)
     if importlib.util.find_spec("transformers"):
         from transformers import AutoModelForCausalLM
@@ -550,48 +591,88 @@ def sampling_generators(model, prompts, dtype):
 def clock_decoding(generate):
     """Return the milliseconds of a decoding step."""
     times = [time.perf_counter()]
-    for n in (4, 48):
+    for n in (4, NEW):
         generate(max_new_tokens=n)[0, -1].item()  # waits for a GPU
         times.append(time.perf_counter())
     few, many = np.diff(times)
-    return 1000 * float(many - few) / (48 - 4)
+    return 1000 * float(many - few) / (NEW - 4)
 
+
+# -----------------------------------------------------------------------------
+# main
 
 BENCHMARKS = {
-    "operators": time_operators,
-    "schemes": time_schemes,
-    "tiles": time_tiles,
+    "operators": operators.time_operators,
     "train": time_training,
+    "programs": time_programs,
+    "profile": time_profile,
+    "schemes": time_schemes,
+    "length": time_length,
     "sample": time_sampling,
+    "kernels": operators.time_kernels,
+    "tiles": operators.time_tiles,
+    "registers": operators.time_registers,
+    "loss": operators.time_loss,
+    "ceilings": operators.time_ceilings,
+}
+# Settings that only some benchmarks have.
+TRAINING = ("train", "programs", "profile")
+USED_BY = {"nanogpt": TRAINING, "variants": TRAINING, "compiled": TRAINING, "dtypes": TRAINING}
+USED_BY |= {"shapes": (*TRAINING, "schemes", "length", "sample")}
+USED_BY |= {
+    "lengths": ("operators", "schemes", "length", "sample", "kernels", "tiles", "registers")
 }
 
 
+def describe_machine(cfg, device, name):
+    """Return commit, hardware, versions and nanoGPT's commit in words; of a GPU its ceilings."""
+    # where it runs: the processor counts next to a GPU, too
+    words = provenance(torch.device("cpu"))
+    if device.type == "cuda":
+        triton = importlib.import_module("triton").__version__
+        words = f"{torch.cuda.get_device_name(device)}, triton {triton}, {words}"
+    if cfg.nanogpt:
+        git = ["git", "-C", cfg.nanogpt, "rev-parse", "--short", "HEAD"]
+        found = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        words += f"; nanoGPT {found or 'of an unknown commit'}"
+    if device.type == "cuda" and name != "ceilings":
+        (rows,) = operators.time_ceilings(cfg, device)
+        found = [f"{row['case']} {row['rate']:,.0f} {row['unit']}" for row in rows if row["rate"]]
+        found += [f"{row['case']} {1000 * row['ms']:.0f} us" for row in rows if not row["rate"]]
+        words += f"; {', '.join(found)}"
+    return words
+
+
 def main(argv=None):
-    args = settings.parse(cfg=BenchConfig, paths="schemes, tiles, train or sample", argv=argv)
+    args = settings.parse(cfg=BenchConfig, paths=", ".join(BENCHMARKS), argv=argv)
     cfg, name = args.cfg, (args.paths or ["operators"])[0]
     require(name in BENCHMARKS, f"{name!r} is no benchmark: choose {', '.join(BENCHMARKS)}")
-    device = pick_device(cfg.device)
+    for setting, names in USED_BY.items():
+        fits = setting not in args.given or name in names
+        require(fits, f"{name} has no --{setting}: leave it out, or choose {', '.join(names)}")
+    model = Path(cfg.nanogpt, "model.py")
+    repair = "give --nanogpt=PATH of a checkout of nanoGPT"
+    require(not cfg.nanogpt or model.is_file(), f"{model} is missing: {repair}")
+    device = devices.pick_device(cfg.device)
     require(device.type in ("cpu", "cuda"), f"{device} has no clock here: choose cpu or cuda")
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    device_name = re.sub(r"[^a-z0-9]+", "-", (gpu or "cpu").lower()).strip("-")
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    device_name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     folder = Path(cfg.out_dir or f"out/bench/{device_name}")
     folder.mkdir(parents=True, exist_ok=True)
     words = sys.argv[1:] if argv is None else argv
     command = " ".join(["python experiments/bench.py", *words])
-    # where it runs: the processor counts next to a GPU, too
-    machine = f"{gpu}, " * bool(gpu) + provenance(torch.device("cpu"))
     if cfg.nanogpt:
         command = command.replace(f"nanogpt={cfg.nanogpt}", "nanogpt=PATH")
-        git = ["git", "-C", cfg.nanogpt, "rev-parse", "--short", "HEAD"]
-        found = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        machine += f"; nanoGPT {found or 'of an unknown commit'}"
-    # measure, and write JSON and Markdown
-    rows = BENCHMARKS[name](cfg, device)
+    machine = describe_machine(cfg, device, name)
+    # measure, and write JSON and Markdown after each case
     file = folder / f"{'bench' if name == 'operators' else name}.json"
-    write_json(file, {"command": command, "machine": machine, "rows": rows}, indent=1)
     about = " ".join(BENCHMARKS[name].__doc__.split())
-    lines = [f"# {name}", "", f"`{command}`: {machine}.", "", about, "", format_table(rows), ""]
-    file.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
+    rows = []
+    for found in BENCHMARKS[name](cfg, device):
+        rows += found
+        write_json(file, {"command": command, "machine": machine, "rows": rows}, indent=1)
+        lines = [f"# {name}", "", f"`{command}`: {machine}.", "", about, "", format_table(rows), ""]
+        file.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
     print("", *lines, f"wrote {file.with_suffix('.md')} and {file.name}", sep="\n")
     return 0
 
