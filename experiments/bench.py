@@ -34,7 +34,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import pickle
 import re
 import subprocess
 import tempfile
@@ -112,7 +111,7 @@ def parts_of(variant):
 
 
 @contextlib.contextmanager
-def patched(variant):
+def patched(variant, device):
     """Make the changes of a variant while it is open."""
     parts = parts_of(variant)
     if "before" in parts:
@@ -129,6 +128,11 @@ def patched(variant):
         if "sdpa" in parts:
             attention = operators.peer_attention
             stack.enter_context(mock.patch.object(kernels, "attention", attention))
+        if "graphs" in parts and kernels.triton_runs(device):
+            from kernels import flash
+
+            # in a graph the kernels would find their tiles again in every step
+            stack.enter_context(mock.patch.object(flash, "visited", visited_as_before))
         if "free" in parts:
             stack.enter_context(mock.patch.object(torch, "use_deterministic_algorithms"))
         yield
@@ -145,6 +149,14 @@ def rotate_by_kernel(q, k, cos, sin):
     from kernels import rotary
 
     return rotary.rope(q, k, cos, sin)
+
+
+def visited_as_before(docs, positions, *where):
+    """The tiles to visit, from the step before, which was in no graph."""
+    from kernels import flash
+
+    assert docs is None and positions is None, "a graph has no documents here"
+    return flash.visited_by_index(*where)
 
 
 def chunks_of_512_mib(x, weight):
@@ -207,9 +219,16 @@ def chosen(cfg, shapes):
     return cfg.shapes or shapes
 
 
+def refuse_parts(cfg, benchmark, *parts):
+    """Raise UserError if a variant has one of the parts, which would change nothing there."""
+    for part in itertools.chain.from_iterable(map(parts_of, cfg.variants)):
+        require(part not in parts, f"{part} changes nothing in {benchmark}: leave it out")
+
+
 def time_training(cfg, device):
     """AdamW without dropout, in one process: a step of each model in turn (forward, backward,
     clipping, fused AdamW) on the same batch."""
+    refuse_parts(cfg, "train", "free")
     for case, shape, dtype, compiled, steps in training_cases(cfg, device):
         takers = step_takers(cfg, device, shape, dtype, compiled)
         clocks = {name: functools.partial(clock_step, take) for name, take in takers.items()}
@@ -242,6 +261,8 @@ def step_takers(cfg, device, shape, dtype, compiled):
     for name, model in models.items():
         takers[name] = make_step(cfg, model.to(device), *how, *batch)
     for variant in cfg.variants:
+        if not compiled and {"combo", "graphs"} & set(parts_of(variant)):
+            continue  # of torch.compile
         taker = make_step(cfg, models[DEFAULT], *how, *batch, variant=variant)
         takers[f"{DEFAULT}, {variant}"] = taker
     return takers
@@ -258,7 +279,7 @@ def make_step(cfg, model, dtype, compiled, x, y, docs=None, variant=""):
     def take():
         # The first step fills what the kernels keep: in a graph's memory it would be overwritten.
         call = model if "graphs" in parts and not next(calls) else forward
-        with patched(variant):
+        with patched(variant, x.device):
             with devices.autocast(x.device, dtype):
                 output = call(x, y, **more)
             loss = output[1] if isinstance(output, tuple) else output  # nanoGPT returns logits, too
@@ -282,6 +303,7 @@ def time_programs(cfg, device):
     """Whole processes: each is a train.py on the same random tokens, and counts as the median over
     the steps that it logs. Characters, not compiled: also the time from its start to the first
     step, imports included."""
+    refuse_parts(cfg, "programs", "deterministic", "combo", "graphs")
     for case, shape, dtype, compiled, steps in training_cases(cfg, device):
         work = (shape["batch_size"] * shape["block_size"], "tokens/s")
         with tempfile.TemporaryDirectory() as folder:
@@ -300,7 +322,8 @@ def program_settings(cfg, device, shape, dtype, compiled, steps, folder):
     dataset.mkdir()
     meta = {"tokenizer": None, "vocab_size": shape["vocab_size"], "bos": None, "bos_default": False}
     write_json(dataset / "meta.json", meta)
-    (dataset / "meta.pkl").write_bytes(pickle.dumps(meta))  # nanoGPT's
+    # nanoGPT's: a pickled dict of the size, in the oldest protocol, which is text
+    (dataset / "meta.pkl").write_text(f"(dp0\nVvocab_size\np1\nI{shape['vocab_size']}\ns.")
     rng = np.random.default_rng(0)
     for split in ("train", "val"):
         tokens = rng.integers(shape["vocab_size"], size=64 * shape["block_size"], dtype=np.uint16)
@@ -354,7 +377,7 @@ def command_of(variant, settings):
         return [sys.executable, "-u", "train.py", *flags]
     code = (
         "import sys\nsys.path.insert(0, '.')\nfrom experiments import bench\nimport train\n"
-        f"with bench.patched({variant!r}):\n    sys.exit(train.main(sys.argv[1:]))"
+        f"with bench.patched({variant!r}, None):\n    sys.exit(train.main(sys.argv[1:]))"
     )
     return [sys.executable, "-u", "-c", code, *flags]
 
@@ -365,17 +388,17 @@ def command_of(variant, settings):
 # Kinds of kernels, by a part of their names: the first that fits counts.
 KINDS = {
     "products": "gemm|nvjet|cutlass|splitk|cublas|::mm|addmm|bmm|linear",
-    "attention, forward": "_forward_kernel|fwd|flash_attention_for",
+    "attention, forward": "_forward_kernel|fwd|fprop|flash_attention_for",
     "attention, dq": "_dq_kernel",
     "attention, dk and dv": "_dkdv_kernel",
     "attention, table": "_sweep_kernel|_reach_kernel",
-    "attention, backward": "bwd|flash_attention.*backward|attention_backward",
+    "attention, backward": "bwd|bprop|flash_attention.*backward|attention_backward",
     "RoPE": "rotate|rope|cos_sin",
     "loss": "log_softmax|logsumexp|nll|softmax|cross_entropy",
-    "norms": "norm(?!.*foreach)",
-    "activation": "gelu|silu",
     "AdamW": "adam",
     "clipping": "foreach|multi_tensor|lpnorm|linalg_vector_norm",
+    "norms": "norm",
+    "activation": "gelu|silu",
     "embedding": "embedding|index|gather|scatter",
     "copies": "clone|cat|copy|memcpy|memset|fill|zeros",
     "sums": "sum|add|reduce",

@@ -13,13 +13,32 @@ are trained again. Trap: a gain tells of the extension only if a model found val
 import itertools
 import statistics
 
-from experiments.extensibility import EVALUATE, FLAGS, make_stages, plot  # noqa: F401
+from experiments.board import plot_tables
 
 TITLE = "Which layers of a hybrid should be extended"
 BUDGETS = {
     "cpu": "L=64 factor=8 heads=3 width=96 batch=32 steps=450 tuning=60 scored=16384 prompts=64",
     "try": "L=48 factor=8 heads=2 width=16 batch=8 steps=2 tuning=1 scored=512 prompts=2",
 }
+
+
+def FLAGS(b):
+    return (
+        f"--n_layer=4 --n_head={b.heads} --n_embd={b.width} --block_size={b.L} --eval_iters=1 "
+        f"--batch_size={b.batch} --max_iters={b.steps} --warmup_iters={min(50, b.steps // 4)} "
+        "--learning_rate=3e-3 --tasks=niah:0.75"
+    )
+
+
+def make_stages(b, name, train, extension=""):
+    """Return the arms of a model; extend.py takes over its tasks, and as many tokens a step."""
+    extend = f"extend --factor={b.factor} {extension} --max_tokens=1024"
+    tune = f"--max_iters={b.tuning} --warmup_iters={b.tuning // 4} --separate_docs=false"
+    return {
+        name: [train],
+        f"{name}/zero-shot": [train, f"{extend} --max_iters=0"],
+        f"{name}/fine-tuned": [train, f"{extend} {tune}"],
+    }
 
 
 def ARMS(b):
@@ -45,6 +64,14 @@ def ARMS(b):
     return arms
 
 
+def EVALUATE(b):
+    lengths = ",".join(str(times * b.L) for times in (1, 2, 4, 8) if times <= b.factor)
+    return [
+        f"--lengths={lengths} --protocol=last-quarter --max_tokens={b.scored}",
+        f"--lengths={lengths} --task=ruler --ruler=niah --trials={b.prompts}",
+    ]
+
+
 TABLES = [("Measured", ["last-quarter", "niah nats", "niah gain"], ["L", "2L", "4L", "8L"])]
 MEASURES = ("gain",)
 
@@ -56,6 +83,12 @@ def derive(board):
         if before and statistics.fmean(before) >= 1:
             for seed, gain in board.of(arm, "niah gain", "8L").items():
                 yield arm, seed, "gain", 8 * board.b.L, gain
+
+
+def plot(board, file):
+    """Plot the loss of zero-shot arms, for the curves of all are too many."""
+    board.arms = [name for name in board.arms if name.endswith("/zero-shot")]
+    plot_tables([("Loss", "last-quarter", ["L", "2L", "4L", "8L"])], board, file)
 
 
 STAGES = ("", "/zero-shot", "/fine-tuned")

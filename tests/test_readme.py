@@ -245,6 +245,8 @@ def test_settings_in_the_text_exist(call):
     known |= {"nodes", "ntasks-per-node", "gpus-per-node", "max-restarts", "index-url", "no-deps"}
     known |= {"all", "check", "store", "to", "execute", "inplace", "model", "prompt", "outfile"}
     known |= {"group", "seed", "exhaustive"}
+    script = (ROOT / "experiments/gpu_minutes.sh").read_text(encoding="utf-8")
+    known |= set(re.findall(r"^ +--(\w+)(?:=\*)?\)", script, re.M))
     for page in PAGES:
         for setting in re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text(encoding="utf-8")):
             assert setting in known, f"{page.name}: --{setting}"

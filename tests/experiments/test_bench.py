@@ -1,32 +1,42 @@
 """experiments/bench.py: turns and ratios, what the timed functions compute, and the reports."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_success
+from conftest import ROOT, assert_refused, assert_success
 from torch.utils._pytree import tree_map
 
-from experiments import bench
+import kernels
+from experiments import bench, operators, turns
+from kernels import eager
+from model import GPT, GPTConfig
+
+CPU = torch.device("cpu")
 
 
 def test_ratios_are_of_pairs_and_a_failure_has_its_reason():
     in_order = iter([9.0, 9.0, 2.0, 1.0, 30.0, 10.0, 1.0, 5.0]).__next__
     # called as ab, and then ba, ab, ba: a / b is 0.5, 3 and 5, and that of the medians is 2.5
     clocks = {"a": in_order, "b": in_order, "bad": iter(()).__next__}
-    rows = bench.compare("rope", "case", clocks, 3, 6.0, "GB/s", warmup=1)
-    assert "| 3.00 (1.75 to 4.00) | 3,000.0 GB/s" in bench.format_table(rows).splitlines()[3]
+    rows = turns.compare("rope", "case", clocks, 3, 6.0, "GB/s", warmup=1)
+    assert "| 3.00 (1.75 to 4.00) | 3,000.0 GB/s" in turns.format_table(rows).splitlines()[3]
     assert (rows[1]["ms"], rows[2]["ms"], rows[2]["note"]) == (2.0, None, "StopIteration()")
 
 
-def test_what_is_timed_is_attention(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    for name, arguments, options, work, *_ in bench.attention_cases(torch.device("cpu"), (33,)):
+def test_what_is_timed_is_attention():
+    cfg = bench.BenchConfig(lengths=(33,))
+    for name, arguments, options, work, *_ in operators.attention_cases(cfg, CPU):
         assert abs(work / (12 * 4 * 33 * 33 * 64 / 2 / 1e9) - 1) < 1e-9
-        functions = (bench.plain_attention, bench.reference.attention)
+        functions = (operators.plain_attention, operators.reference.attention)
         if not options.get("relative"):
-            functions += (bench.flex_attention,)
+            functions += (operators.flex_attention,)
         arguments, options = tree_map(
             lambda x: x if x is None else x.detach(), (arguments, options)
         )
@@ -35,37 +45,161 @@ def test_what_is_timed_is_attention(monkeypatch):
             torch.testing.assert_close(found[0], y, msg=name)
 
 
-def test_schemes_have_a_row_each(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch, "compile", lambda model: model)
-    words = ("schemes", "--shapes=alibi,fox", "--lengths=64", "--steps=1", "--device=cpu")
+@pytest.mark.parametrize("term", ["none", "slopes", "table", "gates"])
+@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+def test_pytorch_computes_our_attention(term, mask, rng):
+    """Of six query heads and two key heads."""
+    T = 45
+    q, k, v = (torch.randn(2, heads, T, 16) for heads in (6, 2, 2))
+    options = {"scale": 0.3}
+    if term == "slopes":
+        options["bias"] = torch.rand(6)
+    elif term == "table":
+        options["bias"] = torch.randn(6, 9)
+    elif term == "gates":
+        options["gates"] = -torch.rand(2, 6, T, dtype=torch.float64).cumsum(2)
+    if mask == "window":
+        options["window"] = 7
+    elif mask == "documents":
+        options["docs"] = torch.stack((torch.arange(T) // 10, torch.arange(T) // 17))
+    right = kernels.attention(q.double(), k.double(), v.double(), **options)
+    found = operators.peer_attention(q, k, v, **options)
+    torch.testing.assert_close(found, right.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_variants_in_turn_compute_what_each_says(monkeypatch):
+    """They share the code of the model, and a compiled graph of another must not run."""
+
+    def halve(x, *layers):
+        return [layer(x) / 2 for layer in layers]
+
+    monkeypatch.setattr(bench, "multiply_separately", halve)
+    torch.compiler.reset()
+    batch = torch.randint(97, (2, 2, 32))
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=97))
+    torch.nn.init.normal_(model.blocks[0].mlp.down.weight)
+    cfg = bench.BenchConfig(toy=True)
+    losses = {}
+    for compiled in (False, True):
+        for variant in ("", "separate"):
+            take = bench.make_step(cfg, model, torch.float32, compiled, *batch, variant=variant)
+            losses.setdefault(variant, []).append(take)
+    model.requires_grad_(False)
+    model.head.weight.requires_grad_()
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
+    for _ in range(2):
+        found = {name: [take().item() for take in takers] for name, takers in losses.items()}
+        for eager_loss, compiled_loss in found.values():
+            assert compiled_loss == pytest.approx(eager_loss, rel=1e-5)
+        assert abs(found[""][0] - found["separate"][0]) > 1e-3
+
+
+def test_variants_change_what_they_name_while_they_are_open():
+    before = (kernels.linear_each, kernels.rope, eager.token_chunks, kernels.attention)
+    x, weight = torch.empty(16384, 0), torch.empty(50304, 0)
+    with bench.patched("before+sdpa", CPU):
+        during = (kernels.linear_each, kernels.rope, eager.token_chunks, kernels.attention)
+        assert all(old is not new for old, new in zip(before, during, strict=True))
+        assert [len(range(16384)[c]) for c in eager.token_chunks(x, weight)][:1] == [2560]
+    assert before == (kernels.linear_each, kernels.rope, eager.token_chunks, kernels.attention)
+
+
+def test_determinism_is_asked_for_while_a_variant_is_open():
+    enabled = torch.are_deterministic_algorithms_enabled
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(0)
+    try:
+        with bench.patched("deterministic", CPU):
+            assert enabled()
+        assert not enabled()
+        with bench.patched("free", CPU):
+            torch.use_deterministic_algorithms(True)
+            assert not enabled()
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def test_kernels_are_of_the_kinds_that_their_names_say():
+    names = {
+        "nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTT": "products",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "products",
+        "_forward_kernel": "attention, forward",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention, forward",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16": "attention, backward",
+        "void pytorch_flash::flash_fwd_kernel<...>": "attention, forward",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention, backward",
+        "_dkdv_kernel": "attention, dk and dv",
+        "triton_red_fused__log_softmax_2": "loss",
+        "triton_per_fused__fused_rms_norm_add_3": "norms",
+        "triton_poi_fused_mul_silu_silu_backward_7": "activation",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>": "AdamW",
+        "void at::native::multi_tensor_apply_kernel<LpNormFunctor>": "clipping",
+        "triton_poi_fused__to_copy_1": "copies",
+    }
+    assert {name: bench.kind_of(name) for name in names} == names
+
+
+def test_schemes_have_a_row_each(call, tmp_path):
+    words = ("schemes", "--toy", "--shapes=alibi,fox", "--steps=1", "--device=cpu")
     assert_success(call("experiments/bench.py", *words, f"--out_dir={tmp_path}"))
     rows = json.loads((tmp_path / "schemes.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["rope", "alibi", "fox"]
     assert all(row["ms"] for row in rows)
 
 
-def test_one_kernel_has_another_tile(monkeypatch):
-    flash = pytest.importorskip("kernels.flash")
-    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
+def test_a_profile_adds_up(call, tmp_path):
+    words = ("profile", "--toy", "--shapes=GPT-2", "--compiled=false", "--device=cpu")
+    assert_success(call("experiments/bench.py", *words, f"--out_dir={tmp_path}"))
+    rows = json.loads((tmp_path / "profile.json").read_text())["rows"]
+    for case in {row["case"] for row in rows}:
+        of_case = [row for row in rows if row["case"] == case]
+        ms = {row["section"]: row["ms"] for row in of_case}
+        assert 0 < ms["busy"] and 0 < ms["host, until queued"] <= ms["wall"]
+        kinds = sum(row["ms"] for row in of_case if row["section"] == "kind of kernel")
+        assert kinds == pytest.approx(ms["busy"], rel=0.2)
+        # one product for q, k and v
+        products = [row["name"] for row in of_case if row["section"] == "product"]
+        assert any("96x32 by 32x96" in name for name in products), products
 
-    def tiles(*_):
-        return [flash.tile_for(q, flash.NONE.value, name) for name in flash.KERNELS]
 
-    before = tiles()
-    for i, kernel in enumerate(flash.KERNELS):
-        assert bench.clock_tile(flash, kernel, 0, tiles) == [*before[:i], 0, *before[i + 1 :]]
-    assert tiles() == before
-    cases = [("none", (), {}, 1.0, "x", 3), ("Shaw", (), {"relative": ()}, 1.0, "x", 3)]
-    monkeypatch.setattr(bench, "attention_cases", lambda *words: cases)
-    monkeypatch.setattr(bench, "clock_operator", lambda *words: 2.0)
-    rows = bench.time_tiles(bench.BenchConfig(rounds=1), torch.device("cuda"))
-    assert all(row["ms"] == 2 for row in rows)
-    names = [row["name"] for row in rows if (row["section"], row["case"]) == ("dq", "Shaw")]
-    assert names[0] == "now" and "(64, 64, 4, 1)" in names and "(64, 32, 4, 3)" not in names
+def test_the_products_of_the_loss_are_compared_with_float64(monkeypatch):
+    row, fault = operators.check_add_product(CPU, 64, 9, 33)
+    assert not fault and row["note"].startswith("relative error")
+    for wrong in (lambda total, a, b: total.add_(a.t() @ b, alpha=1.001), lambda *_: None):
+        monkeypatch.setattr(eager, "add_product", wrong)
+        assert "is off by" in operators.check_add_product(CPU, 64, 9, 33)[1]
+
+
+def test_a_table_is_written_as_it_grows(call, monkeypatch, tmp_path):
+    def stopped(cfg, device):
+        """A benchmark."""
+        yield [turns.single_row("section", "case", "name", 1.5)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(bench.BENCHMARKS, "ceilings", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["ceilings", "--device=cpu", f"--out_dir={tmp_path}"])
+    assert json.loads((tmp_path / "ceilings.json").read_text())["rows"][0]["ms"] == 1.5
+    assert "1.500 (1.500 to 1.500)" in (tmp_path / "ceilings.md").read_text()
+
+
+def test_what_a_benchmark_has_not_is_refused(call, tmp_path):
+    for words, phrases in (
+        (["loss", "--variants=sdpa"], ["loss has no --variants", "train"]),
+        (["train", "--variants=sdpa+fast"], ["no variant 'fast'", "rope_kernel"]),
+        (["train", "--variants=free"], ["free changes nothing in train"]),
+        (["programs", "--variants=graphs"], ["graphs changes nothing in programs"]),
+        (["train", "--nanogpt=nowhere"], ["nowhere/model.py is missing"]),
+        (["train", "--rounds=0"], ["--rounds"]),
+        (["tilez"], ["'tilez' is no benchmark", "tiles"]),
+        (["kernels", "--device=cpu"], ["no Triton kernel runs on this cpu", "TRITON_INTERPRET=1"]),
+    ):
+        done = call("experiments/bench.py", *words, f"--out_dir={tmp_path}")
+        assert_refused(done, *phrases)
 
 
 def test_operators_are_reported_as_gpu_check_reads_them(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "clock_operator", lambda *words: 2.0)
+    monkeypatch.setattr(operators, "clock_call", lambda *words: 2.0)
     assert_success(call("experiments/bench.py", f"--out_dir={tmp_path}", "--device=cpu"))
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     fields = {"section", "case", "name", "ms", "rate", "unit", "note"}
@@ -74,3 +208,60 @@ def test_operators_are_reported_as_gpu_check_reads_them(call, monkeypatch, tmp_p
     assert all(word in report for word in ("commit ", " thread", " torch "))
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     assert ("avx2" in report) == ("avx2" in flags)
+
+
+# -----------------------------------------------------------------------------
+# experiments/gpu_minutes.sh
+
+MINUTES = ROOT / "experiments/gpu_minutes.sh"
+
+
+def statuses(folder):
+    files = sorted(folder.glob("steps/*/status"))
+    return {file.parent.name: file.read_text().strip() for file in files}
+
+
+@pytest.mark.slow
+def test_the_minutes_of_a_gpu_are_tried_on_a_cpu(tmp_path):
+    """Killed at the third step, and called again: that step begins again, others do not."""
+    command = [MINUTES, "--try", f"--out={tmp_path / 'out'}", f"--copy={tmp_path / 'copy'}"]
+    env = {**os.environ, "PYTHON": shutil.which("python") or "python3", "OMP_NUM_THREADS": "2"}
+    options = {"text": True, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    while "03-train" not in statuses(tmp_path / "out"):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    first = statuses(tmp_path / "out")
+    assert first["02-profile"].startswith("done in") and first["03-train"].startswith("begun")
+    assert "# profile" in (tmp_path / "copy/minutes.md").read_text()
+    # too little time for what takes longest
+    done = subprocess.run([*command, "--seconds=1"], **options)
+    assert done.returncode == 3 and "03-train: left for the next call" in done.stdout
+    done = subprocess.run([*command, "--seconds=600"], **options)
+    assert done.returncode == 0, done.stdout
+    assert "02-profile: done in" in done.stdout and "(an earlier call)" in done.stdout
+    last = statuses(tmp_path / "out")
+    assert last["12-eager-loss-kernel"] == "not built"
+    others = {name: status for name, status in last.items() if status != "not built"}
+    assert all(status.startswith("done in") for status in others.values()) and len(others) == 14
+    steps = json.loads((tmp_path / "copy/minutes.json").read_text())
+    assert [step["step"] for step in steps] == sorted(last)
+    rows = {step["step"]: [row for t in step["tables"] for row in t["rows"]] for step in steps}
+    assert all(rows[name] for name in others)
+    # FlexAttention has no backward pass on a CPU, which has no cuDNN
+    failed = {
+        row["name"] for found in rows.values() for row in found if row["note"] and not row["ms"]
+    }
+    assert failed <= {"PyTorch's attention", "FlexAttention", "cuDNN", "compared"}, failed
+
+
+def test_wrong_words_are_refused_by_gpu_minutes(tmp_path):
+    for word, phrase in (
+        ("--seconds=1.5", "--seconds=1.5 is no whole number"),
+        ("--nanogpt=nowhere", "nowhere/model.py is missing"),
+        ("--tries", "there is no option --tries"),
+    ):
+        done = subprocess.run([MINUTES, word], capture_output=True, text=True, cwd=tmp_path)
+        assert_refused(done, phrase)
