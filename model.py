@@ -6,7 +6,8 @@
     loss = model(tokens, targets)  # mean cross-entropy in nats per token; targets of -1 are ignored
     for token in model.generate(tokens, 100): ...
 
-Contents: GPTConfig; Attention, MLP, Block; 14 position schemes; GPT. At most 1,210 lines.
+Two chapters: the transformer (Attention, MLP, Block, GPTConfig, GPT), and 14 position schemes, of
+which NoPE is the base. At most 1,250 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
 vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
@@ -31,109 +32,9 @@ class ContextLengthWarning(UserWarning):
     """The input is longer than the model's context length."""
 
 
-@dataclass
-class GPTConfig:
-    # [model]
-    vocab_size: int = 257  # set by the dataset
-    block_size: int = 256  # context length in tokens
-    n_layer: int = 4  # transformer blocks
-    n_head: int = 3  # query heads
-    n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
-    n_embd: int = 192  # embedding size
-    head_dim: int = 0  # channels of a head; 0: n_embd / n_head
-    mlp_dim: int = 0  # hidden channels of the MLP; 0: about 8/3 n_embd (gated), 4 n_embd (gelu)
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    # norms before attention and MLP, after them (Olmo 2), or both (Gemma 3); parallel: before, and
-    # attention and MLP are computed from the same hidden states (Pythia)
-    norm_position: Literal["pre", "post", "both", "parallel"] = "pre"
-    # the first two have a gate; gelu: by tanh (GPT-2), gelu_exact: by erf (Pythia)
-    mlp: Literal["swiglu", "geglu", "gelu", "gelu_exact"] = "swiglu"
-    bias: Literal["none", "qkv", "all"] = "none"  # linear layers that have a bias
-    norm_eps: float = 1e-5  # added to the variance in the norms
-    # RMSNorm on queries and keys before they are rotated: of each head (Qwen3), or all (Olmo 2)
-    qk_norm: Literal["none", "head", "all"] = "none"
-    tie_embeddings: bool = True  # the output layer shares the embedding's weights
-    embed_scale: float = 1.0  # multiplies the embeddings, not the output layer's weights (Gemma)
-    dropout: float = 0.0  # fraction of activations dropped in training
-    # [position]
-    # the scheme: nope, learned, sinusoidal, shaw, nezha, xl, t5, alibi, kerple, kerple-power,
-    # sandwich, rope, fox or fox-rope
-    pos: str = "rope"
-    rope_base: float = 10000.0  # rope: wavelengths run from 2 pi to about 2 pi rope_base tokens
-    # rope: the base in layers with a window, if others have none (Gemma 3); 0: rope_base
-    rope_local_base: float = 0.0
-    # rope: fraction of a head's channels that is rotated; the exponent runs over these alone, as
-    # with partial_rotary_factor; not p-RoPE
-    rope_fraction: float = 1.0
-    # rope: fraction of a head's pairs that is rotated, the fastest, at the frequencies of the whole
-    # head (p-RoPE, Barbero et al. 2024)
-    p_rope: float = 1.0
-    window: int = 0  # sliding-window attention: tokens that a query sees; 0: all
-    sinks: int = 0  # attention sinks: with a window, the first tokens stay visible
-    # learned sinks: a score for each head that takes part in the softmax and has no value (gpt-oss)
-    sink_scores: bool = False
-    # a letter per layer, repeated: F full attention, W window, N and S the same without positions;
-    # auto: F, or W if there is a window
-    layer_pattern: str | None = None
-    attn_scale: float = 1.0  # multiplies the 1 / sqrt(head_dim) of the attention scores
-    # multiplies each query by a factor that grows with its position (docs/schemes.md)
-    score_scale: Literal["none", "logn", "llama4"] = "none"
-    score_scale_length: int = 0  # the L of its formulas in tokens; 0: the original context length
-    score_scale_coefficient: float = 0.1  # of llama4: multiplies the logarithm
-    score_scale_offset: int = 0  # of llama4: added to positions; Llama 4 has 1, Ministral 3 has 0
-    score_scale_layers: Literal["all", "nope"] = "all"  # nope: those without positions
-    # train on sorted random positions below this (Ruoss et al. 2023); 0: off
-    random_positions: int = 0
-    # set by GPT.extend(): method, factor, options, original_length, and layers if not all
-    extension: dict | None = None
-
-    def __post_init__(self):
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            require(getattr(self, name) >= 1, f"--{name} must be at least 1")
-        divides = self.head_dim or self.n_embd % self.n_head == 0
-        require(divides, "--n_head does not divide --n_embd: change one, or give --head_dim")
-        self.n_kv_head = self.n_kv_head or self.n_head
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if not self.mlp_dim and self.is_gated:
-            self.mlp_dim = -(-8 * self.n_embd // (3 * 32)) * 32  # rounded up to a multiple of 32
-        self.mlp_dim = self.mlp_dim or 4 * self.n_embd
-        if self.layer_pattern is None:
-            self.layer_pattern = "W" if self.window else "F"
-
-    @property
-    def is_gated(self):
-        """Whether the MLP has a gate."""
-        return self.mlp in ("swiglu", "geglu")
-
-    @property
-    def is_hybrid(self):
-        """Whether some layers have a window and others attend to the whole text."""
-        return len({self.uses_window(layer) for layer in range(self.n_layer)}) == 2
-
-    @property
-    def original_length(self):
-        """The context length in tokens before any extension."""
-        return self.extension["original_length"] if self.extension else self.block_size
-
-    @property
-    def max_positions(self):
-        """Position ids below this occur in training."""
-        return max(self.block_size, self.random_positions)
-
-    def layer_kind(self, layer):
-        """The letter of a layer: F, W, N or S."""
-        return self.layer_pattern[layer % len(self.layer_pattern)]
-
-    def uses_window(self, layer):
-        return self.layer_kind(layer) in "WS"
-
-    def uses_positions(self, layer):
-        return self.layer_kind(layer) in "FW"
-
-
 # -----------------------------------------------------------------------------
-# A block: pre-norm, grouped-query attention and SwiGLU, which is Llama's shape; GPT-2's LayerNorm,
-# GELU and biases are settings.
+# Chapter 1: the transformer. A block has pre-norm, grouped-query attention and SwiGLU, which is
+# Llama's shape; GPT-2's LayerNorm, GELU and biases are settings.
 
 
 class Linear(nn.Linear):
@@ -269,9 +170,425 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
 
 
+@dataclass
+class GPTConfig:
+    # [model]
+    vocab_size: int = 257  # set by the dataset
+    block_size: int = 256  # context length in tokens
+    n_layer: int = 4  # transformer blocks
+    n_head: int = 3  # query heads
+    n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
+    n_embd: int = 192  # embedding size
+    mlp_dim: int = 0  # hidden channels of the MLP; 0: about 8/3 n_embd (gated), 4 n_embd (gelu)
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    # the first two have a gate; gelu: by tanh (GPT-2), gelu_exact: by erf (Pythia)
+    mlp: Literal["swiglu", "geglu", "gelu", "gelu_exact"] = "swiglu"
+    dropout: float = 0.0  # fraction of activations dropped in training
+    # [position]
+    # the scheme: nope, learned, sinusoidal, shaw, nezha, xl, t5, alibi, kerple, kerple-power,
+    # sandwich, rope, fox or fox-rope
+    pos: str = "rope"
+    rope_base: float = 10000.0  # rope: wavelengths run from 2 pi to about 2 pi rope_base tokens
+    # rope: fraction of a head's pairs that is rotated, the fastest, at the frequencies of the whole
+    # head (p-RoPE, Barbero et al. 2024)
+    p_rope: float = 1.0
+    window: int = 0  # sliding-window attention: tokens that a query sees; 0: all
+    sinks: int = 0  # attention sinks: with a window, the first tokens stay visible
+    # a letter per layer, repeated: F full attention, W window, N and S the same without positions;
+    # auto: F, or W if there is a window
+    layer_pattern: str | None = None
+    # train on sorted random positions below this (Ruoss et al. 2023); 0: off
+    random_positions: int = 0
+    # [architectures of other models]
+    head_dim: int = 0  # channels of a head; 0: n_embd / n_head
+    # norms before attention and MLP, after them (Olmo 2), or both (Gemma 3); parallel: before, and
+    # attention and MLP are computed from the same hidden states (Pythia)
+    norm_position: Literal["pre", "post", "both", "parallel"] = "pre"
+    bias: Literal["none", "qkv", "all"] = "none"  # linear layers that have a bias
+    norm_eps: float = 1e-5  # added to the variance in the norms
+    # RMSNorm on queries and keys before they are rotated: of each head (Qwen3), or all (Olmo 2)
+    qk_norm: Literal["none", "head", "all"] = "none"
+    tie_embeddings: bool = True  # the output layer shares the embedding's weights
+    embed_scale: float = 1.0  # multiplies the embeddings, not the output layer's weights (Gemma)
+    attn_scale: float = 1.0  # multiplies the 1 / sqrt(head_dim) of the attention scores
+    # rope: the base in layers with a window, if others have none (Gemma 3); 0: rope_base
+    rope_local_base: float = 0.0
+    # rope: fraction of a head's channels that is rotated; the exponent runs over these alone, as
+    # with partial_rotary_factor; not p-RoPE
+    rope_fraction: float = 1.0
+    # learned sinks: a score for each head that takes part in the softmax and has no value (gpt-oss)
+    sink_scores: bool = False
+    # multiplies each query by a factor that grows with its position (docs/schemes.md)
+    score_scale: Literal["none", "logn", "llama4"] = "none"
+    score_scale_length: int = 0  # the L of its formulas in tokens; 0: the original context length
+    score_scale_coefficient: float = 0.1  # of llama4: multiplies the logarithm
+    score_scale_offset: int = 0  # of llama4: added to positions; Llama 4 has 1, Ministral 3 has 0
+    score_scale_layers: Literal["all", "nope"] = "all"  # nope: those without positions
+    # set by GPT.extend(): method, factor, options, original_length, and layers if not all
+    extension: dict | None = None
+
+    def __post_init__(self):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            require(getattr(self, name) >= 1, f"--{name} must be at least 1")
+        divides = self.head_dim or self.n_embd % self.n_head == 0
+        require(divides, "--n_head does not divide --n_embd: change one, or give --head_dim")
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if not self.mlp_dim and self.is_gated:
+            self.mlp_dim = -(-8 * self.n_embd // (3 * 32)) * 32  # rounded up to a multiple of 32
+        self.mlp_dim = self.mlp_dim or 4 * self.n_embd
+        if self.layer_pattern is None:
+            self.layer_pattern = "W" if self.window else "F"
+
+    @property
+    def is_gated(self):
+        """Whether the MLP has a gate."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def is_hybrid(self):
+        """Whether some layers have a window and others attend to the whole text."""
+        return len({self.uses_window(layer) for layer in range(self.n_layer)}) == 2
+
+    @property
+    def original_length(self):
+        """The context length in tokens before any extension."""
+        return self.extension["original_length"] if self.extension else self.block_size
+
+    @property
+    def max_positions(self):
+        """Position ids below this occur in training."""
+        return max(self.block_size, self.random_positions)
+
+    def layer_kind(self, layer):
+        """The letter of a layer: F, W, N or S."""
+        return self.layer_pattern[layer % len(self.layer_pattern)]
+
+    def uses_window(self, layer):
+        return self.layer_kind(layer) in "WS"
+
+    def uses_positions(self, layer):
+        return self.layer_kind(layer) in "FW"
+
+
+class GPT(nn.Module):
+    config_class = GPTConfig  # for nanolong/, which is given this class and cannot import the file
+    schemes = {}  # POSITIONS, at the end of this file
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        check_config(config)
+        self.config = config
+        self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
+        self.activation_checkpointing = False  # recompute blocks in the backward pass
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm = make_norm(config)
+        self.head = Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+        self.init_weights()
+        # Created last: with the same seed, all schemes start from the same other weights.
+        self.pos = POSITIONS[config.pos](config)  # the position scheme
+        self.nope = NoPE(config)  # that of layers without positions
+        if config.extension:
+            self.extend_scheme(config.extension)
+
+    def forward(
+        self, tokens, targets=None, positions=None, docs=None, cache=None, reduction="mean"
+    ):
+        """Map tokens (B, T) int64 to logits (B, T, V), or with targets (B, T) to the loss.
+
+        The loss is in nats, float32; targets of -1 are ignored; reduction is "mean", "sum" or
+        "none" (B, T). Only some of the logits (B, T, V) exist at a time.
+
+        positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's, from 0
+                   in every document. Give them on the CPU: there they are checked without waiting
+                   for a GPU
+        docs:      document ids (B, T); attention stays within a document
+        cache:     a nanolong.inference.KVCache, extended in place
+
+        Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
+        cannot compute these positions.
+        """
+        x = self.hidden_states(tokens, positions, docs, cache)
+        if targets is None:
+            return self.head(x)
+        assert targets.shape == tokens.shape, "give a target for each token"
+        assert reduction in ("mean", "sum", "none"), reduction
+        loss = kernels.linear_cross_entropy(
+            x.flatten(0, 1), self.head.weight, targets.flatten(), reduction
+        )
+        return loss.view_as(targets) if reduction == "none" else loss
+
+    def hidden_states(self, tokens, positions=None, docs=None, cache=None):
+        """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
+        T = tokens.shape[1]
+        tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
+        # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
+        x = self.embed(tokens).to(self.norm.weight.dtype)
+        if self.config.embed_scale != 1:
+            x = x * self.config.embed_scale
+        x = self.dropout(self.pos.embed(x, pos))
+        # Forward the blocks.
+        for layer, block in enumerate(self.blocks):
+            scheme = self.scheme_of(layer)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                block = kernels.selective_checkpoint(block)
+            x = block(x, scheme, pos, cache, mask)
+        # Keep the new tokens: with a cache, x holds the whole text if the tables have changed.
+        return self.norm(x)[:, -T:]
+
+    def scheme_of(self, layer):
+        """The position scheme of a layer."""
+        return self.pos if self.config.uses_positions(layer) else self.nope
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Initialize every parameter by its name; a position scheme initializes its own."""
+        for name, p in self.named_parameters():
+            module = name.split(".")[-2]
+            if name.endswith(("bias", "sink_scores")):
+                p.zero_()
+            elif module in ("embed", "head"):
+                p.normal_(std=0.02)
+            elif module.endswith("norm"):
+                p.fill_(1)
+            elif module in ("o", "down") and self.config.norm_position in ("pre", "parallel"):
+                p.zero_()  # they feed the residual stream, if no norm follows
+            elif module in ("q", "k", "v", "o", "gate", "up", "down"):
+                p.normal_(std=0.5 / math.sqrt(p.shape[1]))
+            else:
+                raise RuntimeError(f"init_weights() has no rule for {name}: add one")
+
+    def prepare_inputs(self, tokens, positions, docs, cache):
+        """Check the inputs, set the scheme's tables and enter the tokens into the cache.
+
+        Returns the tokens to compute, their position ids, and the mask: keyword arguments of
+        kernels.attention that hold for all layers.
+        """
+        if cache is not None and cache.fixed_shape:  # checked when its fixed shape was set up
+            return tokens, positions, cache.mask()
+        start = 0 if cache is None else cache.length
+        T = tokens.shape[1]
+        end = start + T
+        for x in (positions, docs):
+            assert x is None or x.shape[-1] == T, f"give {T} positions and document ids, as tokens"
+        explicit = positions is not None
+        if not explicit and docs is not None:
+            is_first = cache is None or cache.docs is None
+            whole = docs if is_first else torch.cat((cache.docs, docs), 1)
+            positions = kernels.positions_in_documents(whole)[:, -T:]
+            explicit = self.config.sinks > 0  # those of a document are its own first tokens
+        elif not explicit:
+            positions = torch.arange(start, end, device=tokens.device)
+        # Reading them makes the CPU wait for a GPU, and breaks a compiled graph in two.
+        elif self.pos.is_dynamic or (positions.is_cpu and not torch.compiler.is_compiling()):
+            end = self.check_positions(positions, docs)
+        positions = positions.to(tokens.device, non_blocking=True)
+        self.check_length(end)
+        tables_version = self.pos.set_length(end)
+        if cache is None:
+            # plan: what the kernels work out of the mask, once for all layers
+            mask = {"docs": docs, "positions": positions if explicit else None, "plan": {}}
+            return tokens, positions, mask
+        tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
+        return tokens, positions, cache.mask()
+
+    def check_positions(self, positions, docs=None):
+        """Check explicit position ids, (T,) or (B, T), by reading them: the greatest, plus 1."""
+        positions = positions.cpu()
+        gaps = positions.diff() != 1
+        if docs is not None:
+            gaps = gaps & (docs.cpu().diff() == 0)
+        require(
+            not (self.pos.by_index and gaps.any()),
+            f"--pos={self.config.pos} uses distances between indices: give consecutive position "
+            "ids, without gaps",
+        )
+        require(positions.min() >= 0, "position ids must not be negative: count from 0")
+        return int(positions.max()) + 1
+
+    def check_length(self, end):
+        """Warn beyond the context length; raise UserError for a scheme that ends there."""
+        limit = self.config.max_positions
+        if torch.compiler.is_compiling() or end <= limit:
+            return
+        require(
+            not self.pos.bounded,
+            f"--pos={self.config.pos} has no embedding for position {end - 1}: the context is "
+            f"{limit} tokens, so use no more, or extend it by extend.py --method=pi",
+        )
+        # Without the number of tokens, so that Python shows it once for many lengths.
+        message = f"the text is longer than the model's context of {limit} tokens"
+        warnings.warn(message, ContextLengthWarning, stacklevel=4)
+
+    def extend(self, method: str, factor: float, layers: str = "auto", **options) -> None:
+        """Extend the context by factor, in place; weights change for learned embeddings only.
+
+        A second extension replaces the method and multiplies the factors. Raises UserError, with
+        nothing changed, for what the scheme cannot do.
+
+        layers: "full", of a hybrid with RoPE only layers without a window, or "all". By default as
+        before, and at first full where that is possible: a window hides what lies farther away.
+        """
+        config = self.config
+        is_number = isinstance(factor, int | float) and 1 <= factor < math.inf
+        require(is_number, f"factor={factor!r} does not extend the context: give at least 1")
+        require(
+            not config.random_positions or (factor == 1 and method == "none"),
+            f"this model was trained on positions below {config.random_positions}, so it reaches "
+            "there as it is: train with a larger --random_positions to go on",
+        )
+        before = config.extension or {"factor": 1.0, "layers": "full"}
+        has_full = type(self.pos) is RoPE and config.is_hybrid and "F" in config.layer_pattern
+        if layers == "auto":
+            layers = before.get("layers", "all") if has_full else "all"
+        require(
+            layers == "all" or (layers == "full" and has_full),
+            "--layers=full is for rope if some layers have a window, and others have positions and "
+            "no window: give --layers=all",
+        )
+        extension = {
+            "method": method,
+            "factor": factor * before["factor"],
+            "options": options,
+            "original_length": config.original_length,
+        }
+        if layers == "full":
+            extension["layers"] = "full"
+        self.extend_scheme(extension)
+        config.block_size = round(extension["original_length"] * extension["factor"])
+        config.extension = extension
+
+    def extend_scheme(self, extension):
+        layers = {"layers": "full"} if extension.get("layers") == "full" else {}
+        self.pos.extend(extension["method"], extension["factor"], **layers, **extension["options"])
+
+    def rope_wavelengths(self, window: bool = False) -> torch.Tensor:
+        """The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
+
+        They are those of the extended model, and infinite if a pair is not rotated. window: those
+        of the layers with a window, which may differ. Raises UserError for a scheme without RoPE.
+        """
+        require(isinstance(self.pos, RoPE), f"--pos={self.config.pos} has no wavelengths: use rope")
+        scheme = self.pos.local if window and self.pos.local else self.pos
+        return 2 * math.pi / scheme.inv_freq.cpu().double()
+
+    def generate(
+        self,
+        tokens,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        generator=None,
+        compiled: bool = False,
+        min_p: float = 0.0,
+    ):
+        """Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
+
+        With a cache, in evaluation mode; every module is in its own mode between two tokens.
+        Warns once beyond the context length; raises UserError, at once, for what cannot be done.
+
+        tokens:      (B, T) int64 or int32, T >= 1, or a list of B prompts, each a tensor (T,) or a
+                     list of ints, of any lengths
+        temperature: 0 is greedy
+        top_k:       keep the k most likely tokens; 0: all
+        top_p:       keep the most likely tokens whose probabilities sum to this
+        generator:   one torch.Generator, or a list of one for each row
+        compiled:    compile the decoding step
+        min_p:       keep tokens of at least this fraction of the most likely one's probability
+        """
+        from nanolong import inference
+
+        return inference.generate(
+            self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p
+        )
+
+    def save(self, folder) -> None:
+        """Write a checkpoint folder, whole or not at all. Raises UserError when it exists."""
+        from nanolong import run
+
+        run.save_model(self, folder)
+
+    @classmethod
+    def load(cls, path, best=False, dtype=torch.float32, weights=True) -> "GPT":
+        """Load the newest (or best) checkpoint of a run folder, or a checkpoint folder, on the CPU
+        in eval mode. model.meta holds the rest of meta.json. Raises UserError for a damaged one.
+
+        dtype: of the weights of embeddings and linear layers, float32 or bfloat16; None: as stored.
+        weights: False leaves all but the position scheme's on the meta device.
+        """
+        from nanolong import run
+
+        return run.load_model(cls, path, best, dtype, weights)
+
+
+def check_config(config):
+    """Refuse a GPTConfig that no model can have, or of which something would be ignored."""
+    for name, hint in get_type_hints(GPTConfig).items():
+        if get_origin(hint) is Literal:
+            value, choices = getattr(config, name), get_args(hint)
+            require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
+    require(0 <= config.dropout < 1, f"dropout={config.dropout} is no fraction below 1: give one")
+    require(0 <= config.p_rope <= 1, f"p_rope={config.p_rope} is no fraction: give one up to 1")
+    pos, pattern, window = config.pos, config.layer_pattern, config.window
+    names = ", ".join(POSITIONS)
+    require(pos in POSITIONS, f"there is no scheme {pos!r}: give {names}, or --entry=FILE.py")
+    scheme = POSITIONS[pos]
+    # heads, and pairs of channels
+    n, n_kv = config.n_head, config.n_kv_head
+    require(n % n_kv == 0, f"n_head={n} is not divisible by n_kv_head={n_kv}: give a divisor")
+    paired = getattr(config, scheme.pairs, 0)
+    require(paired % 2 == 0, f"{scheme.pairs}={paired} is odd: --pos={pos} pairs channels")
+    n = int(config.rope_fraction * config.head_dim)
+    fits = n % 2 == 0 and n <= config.head_dim
+    require(
+        fits or not issubclass(scheme, RoPE),
+        f"rope_fraction={config.rope_fraction} rotates {n} of {config.head_dim} channels: give a "
+        "fraction that is an even number of them",
+    )
+    # kinds of layers
+    require(
+        pattern and set(pattern) <= set("FWNS") and len(pattern) <= config.n_layer,
+        f"layer_pattern={pattern!r} is no word of the letters F, W, N and S, at most one for each "
+        f"of {config.n_layer} layers: give one such as FFFN",
+    )
+    require(
+        set(pattern).isdisjoint("WS") == (not window),
+        f"layer_pattern={pattern} and window={window} do not fit: give --window=N and a pattern "
+        "with W or S, or neither",
+    )
+    require(window or not config.sinks, "sinks stay visible beyond a window: give --window=N too")
+    if config.sinks and scheme.gates is not NoPE.gates:
+        note(f"--pos={pos} forgets the --sinks: they stay visible, but lose weight with distance")
+    hooks = ("rotate", "bias", "relative", "angles", "gates")
+    acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
+    require(
+        acts_in_layers or set(pattern).isdisjoint("NS"),
+        f"--pos={pos} acts in no layer, so none can be without positions: use F and W only",
+    )
+    require(
+        not config.rope_local_base or (scheme is RoPE and config.is_hybrid),
+        "rope_local_base is of rope in layers with a window, next to layers without one: give "
+        "--window=N and a --layer_pattern of both, such as WWWF",
+    )
+    # random positions
+    n = config.random_positions
+    require(
+        not n or not (scheme.by_index or scheme is NoPE or window),
+        "random_positions needs a scheme that uses position ids, without a window: choose learned, "
+        "sinusoidal or rope",
+    )
+    least = config.block_size
+    require(not n or n >= least, f"random_positions={n} is too small: give block_size={least}")
+
+
 # -----------------------------------------------------------------------------
-# Position schemes. To add one, derive a class from NoPE, override one of the six hooks (embed,
-# rotate, bias, relative; of the text: angles, gates) and add a line to POSITIONS.
+# Chapter 2: the position schemes. To add one, derive a class from NoPE, override one of the six
+# hooks (embed, rotate, bias, relative; of the text: angles, gates) and add a line to POSITIONS.
 
 
 class NoPE(nn.Module):
@@ -873,328 +1190,4 @@ POSITIONS = {
     "fox-rope": FoXRoPE,
 }
 
-
-# -----------------------------------------------------------------------------
-# The model.
-
-
-def positions_in_documents(docs):
-    """Position ids that count from 0 in every document: int64 (B, T), of document ids (B, T)."""
-    index = torch.arange(docs.shape[1], device=docs.device)
-    starts = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0)) * index  # 0 but where one begins
-    return index - starts.cummax(1).values
-
-
-class GPT(nn.Module):
-    config_class = GPTConfig  # for nanolong/, which is given this class and cannot import the file
-    schemes = POSITIONS
-
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        check_config(config)
-        self.config = config
-        self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
-        self.activation_checkpointing = False  # recompute blocks in the backward pass
-        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = make_norm(config)
-        self.head = Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.embed.weight
-        self.init_weights()
-        # Created last: with the same seed, all schemes start from the same other weights.
-        self.pos = POSITIONS[config.pos](config)  # the position scheme
-        self.nope = NoPE(config)  # that of layers without positions
-        if config.extension:
-            self.extend_scheme(config.extension)
-
-    def scheme_of(self, layer):
-        """The position scheme of a layer."""
-        return self.pos if self.config.uses_positions(layer) else self.nope
-
-    @torch.no_grad()
-    def init_weights(self):
-        """Initialize every parameter by its name; a position scheme initializes its own."""
-        for name, p in self.named_parameters():
-            module = name.split(".")[-2]
-            if name.endswith(("bias", "sink_scores")):
-                p.zero_()
-            elif module in ("embed", "head"):
-                p.normal_(std=0.02)
-            elif module.endswith("norm"):
-                p.fill_(1)
-            elif module in ("o", "down") and self.config.norm_position in ("pre", "parallel"):
-                p.zero_()  # they feed the residual stream, if no norm follows
-            elif module in ("q", "k", "v", "o", "gate", "up", "down"):
-                p.normal_(std=0.5 / math.sqrt(p.shape[1]))
-            else:
-                raise RuntimeError(f"init_weights() has no rule for {name}: add one")
-
-    def forward(
-        self, tokens, targets=None, positions=None, docs=None, cache=None, reduction="mean"
-    ):
-        """Map tokens (B, T) int64 to logits (B, T, V), or with targets (B, T) to the loss.
-
-        The loss is in nats, float32; targets of -1 are ignored; reduction is "mean", "sum" or
-        "none" (B, T). Only some of the logits (B, T, V) exist at a time.
-
-        positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's, from 0
-                   in every document. Give them on the CPU: there they are checked without waiting
-                   for a GPU
-        docs:      document ids (B, T); attention stays within a document
-        cache:     a nanolong.inference.KVCache, extended in place
-
-        Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
-        cannot compute these positions.
-        """
-        x = self.hidden_states(tokens, positions, docs, cache)
-        if targets is None:
-            return self.head(x)
-        assert targets.shape == tokens.shape, "give a target for each token"
-        assert reduction in ("mean", "sum", "none"), reduction
-        loss = kernels.linear_cross_entropy(
-            x.flatten(0, 1), self.head.weight, targets.flatten(), reduction
-        )
-        return loss.view_as(targets) if reduction == "none" else loss
-
-    def hidden_states(self, tokens, positions=None, docs=None, cache=None):
-        """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
-        T = tokens.shape[1]
-        tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
-        # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
-        x = self.embed(tokens).to(self.norm.weight.dtype)
-        if self.config.embed_scale != 1:
-            x = x * self.config.embed_scale
-        x = self.dropout(self.pos.embed(x, pos))
-        # Forward the blocks.
-        for layer, block in enumerate(self.blocks):
-            scheme = self.scheme_of(layer)
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                block = kernels.selective_checkpoint(block)
-            x = block(x, scheme, pos, cache, mask)
-        # Keep the new tokens: with a cache, x holds the whole text if the tables have changed.
-        return self.norm(x)[:, -T:]
-
-    def prepare_inputs(self, tokens, positions, docs, cache):
-        """Check the inputs, set the scheme's tables and enter the tokens into the cache.
-
-        Returns the tokens to compute, their position ids, and the mask: keyword arguments of
-        kernels.attention that hold for all layers.
-        """
-        if cache is not None and cache.fixed_shape:  # checked when its fixed shape was set up
-            return tokens, positions, cache.mask()
-        start = 0 if cache is None else cache.length
-        T = tokens.shape[1]
-        end = start + T
-        for x in (positions, docs):
-            assert x is None or x.shape[-1] == T, f"give {T} positions and document ids, as tokens"
-        explicit = positions is not None
-        if not explicit and docs is not None:
-            is_first = cache is None or cache.docs is None
-            whole = docs if is_first else torch.cat((cache.docs, docs), 1)
-            positions = positions_in_documents(whole)[:, -T:]
-            explicit = self.config.sinks > 0  # those of a document are its own first tokens
-        elif not explicit:
-            positions = torch.arange(start, end, device=tokens.device)
-        # Reading them makes the CPU wait for a GPU, and breaks a compiled graph in two.
-        elif self.pos.is_dynamic or (positions.is_cpu and not torch.compiler.is_compiling()):
-            end = self.check_positions(positions, docs)
-        positions = positions.to(tokens.device, non_blocking=True)
-        self.check_length(end)
-        tables_version = self.pos.set_length(end)
-        if cache is None:
-            # plan: what the kernels work out of the mask, once for all layers
-            mask = {"docs": docs, "positions": positions if explicit else None, "plan": {}}
-            return tokens, positions, mask
-        tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
-        return tokens, positions, cache.mask()
-
-    def check_positions(self, positions, docs=None):
-        """Check explicit position ids, (T,) or (B, T), by reading them: the greatest, plus 1."""
-        positions = positions.cpu()
-        gaps = positions.diff() != 1
-        if docs is not None:
-            gaps = gaps & (docs.cpu().diff() == 0)
-        require(
-            not (self.pos.by_index and gaps.any()),
-            f"--pos={self.config.pos} uses distances between indices: give consecutive position "
-            "ids, without gaps",
-        )
-        require(positions.min() >= 0, "position ids must not be negative: count from 0")
-        return int(positions.max()) + 1
-
-    def check_length(self, end):
-        """Warn beyond the context length; raise UserError for a scheme that ends there."""
-        limit = self.config.max_positions
-        if torch.compiler.is_compiling() or end <= limit:
-            return
-        require(
-            not self.pos.bounded,
-            f"--pos={self.config.pos} has no embedding for position {end - 1}: the context is "
-            f"{limit} tokens, so use no more, or extend it by extend.py --method=pi",
-        )
-        # Without the number of tokens, so that Python shows it once for many lengths.
-        message = f"the text is longer than the model's context of {limit} tokens"
-        warnings.warn(message, ContextLengthWarning, stacklevel=4)
-
-    def extend(self, method: str, factor: float, layers: str = "auto", **options) -> None:
-        """Extend the context by factor, in place; weights change for learned embeddings only.
-
-        A second extension replaces the method and multiplies the factors. Raises UserError, with
-        nothing changed, for what the scheme cannot do.
-
-        layers: "full", of a hybrid with RoPE only layers without a window, or "all". By default as
-        before, and at first full where that is possible: a window hides what lies farther away.
-        """
-        config = self.config
-        is_number = isinstance(factor, int | float) and 1 <= factor < math.inf
-        require(is_number, f"factor={factor!r} does not extend the context: give at least 1")
-        require(
-            not config.random_positions or (factor == 1 and method == "none"),
-            f"this model was trained on positions below {config.random_positions}, so it reaches "
-            "there as it is: train with a larger --random_positions to go on",
-        )
-        before = config.extension or {"factor": 1.0, "layers": "full"}
-        has_full = type(self.pos) is RoPE and config.is_hybrid and "F" in config.layer_pattern
-        if layers == "auto":
-            layers = before.get("layers", "all") if has_full else "all"
-        require(
-            layers == "all" or (layers == "full" and has_full),
-            "--layers=full is for rope if some layers have a window, and others have positions and "
-            "no window: give --layers=all",
-        )
-        extension = {
-            "method": method,
-            "factor": factor * before["factor"],
-            "options": options,
-            "original_length": config.original_length,
-        }
-        if layers == "full":
-            extension["layers"] = "full"
-        self.extend_scheme(extension)
-        config.block_size = round(extension["original_length"] * extension["factor"])
-        config.extension = extension
-
-    def extend_scheme(self, extension):
-        layers = {"layers": "full"} if extension.get("layers") == "full" else {}
-        self.pos.extend(extension["method"], extension["factor"], **layers, **extension["options"])
-
-    def rope_wavelengths(self, window: bool = False) -> torch.Tensor:
-        """The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
-
-        They are those of the extended model, and infinite if a pair is not rotated. window: those
-        of the layers with a window, which may differ. Raises UserError for a scheme without RoPE.
-        """
-        require(isinstance(self.pos, RoPE), f"--pos={self.config.pos} has no wavelengths: use rope")
-        scheme = self.pos.local if window and self.pos.local else self.pos
-        return 2 * math.pi / scheme.inv_freq.cpu().double()
-
-    def generate(
-        self,
-        tokens,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        generator=None,
-        compiled: bool = False,
-        min_p: float = 0.0,
-    ):
-        """Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
-
-        With a cache, in evaluation mode; every module is in its own mode between two tokens.
-        Warns once beyond the context length; raises UserError, at once, for what cannot be done.
-
-        tokens:      (B, T) int64 or int32, T >= 1, or a list of B prompts, each a tensor (T,) or a
-                     list of ints, of any lengths
-        temperature: 0 is greedy
-        top_k:       keep the k most likely tokens; 0: all
-        top_p:       keep the most likely tokens whose probabilities sum to this
-        generator:   one torch.Generator, or a list of one for each row
-        compiled:    compile the decoding step
-        min_p:       keep tokens of at least this fraction of the most likely one's probability
-        """
-        from nanolong import inference
-
-        return inference.generate(
-            self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p
-        )
-
-    def save(self, folder) -> None:
-        """Write a checkpoint folder, whole or not at all. Raises UserError when it exists."""
-        from nanolong import run
-
-        run.save_model(self, folder)
-
-    @classmethod
-    def load(cls, path, best=False, dtype=torch.float32, weights=True) -> "GPT":
-        """Load the newest (or best) checkpoint of a run folder, or a checkpoint folder, on the CPU
-        in eval mode. model.meta holds the rest of meta.json. Raises UserError for a damaged one.
-
-        dtype: of the weights of embeddings and linear layers, float32 or bfloat16; None: as stored.
-        weights: False leaves all but the position scheme's on the meta device.
-        """
-        from nanolong import run
-
-        return run.load_model(cls, path, best, dtype, weights)
-
-
-def check_config(config):
-    """Refuse a GPTConfig that no model can have, or of which something would be ignored."""
-    for name, hint in get_type_hints(GPTConfig).items():
-        if get_origin(hint) is Literal:
-            value, choices = getattr(config, name), get_args(hint)
-            require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
-    require(0 <= config.dropout < 1, f"dropout={config.dropout} is no fraction below 1: give one")
-    require(0 <= config.p_rope <= 1, f"p_rope={config.p_rope} is no fraction: give one up to 1")
-    pos, pattern, window = config.pos, config.layer_pattern, config.window
-    names = ", ".join(POSITIONS)
-    require(pos in POSITIONS, f"there is no scheme {pos!r}: give {names}, or --entry=FILE.py")
-    scheme = POSITIONS[pos]
-    # heads, and pairs of channels
-    n, n_kv = config.n_head, config.n_kv_head
-    require(n % n_kv == 0, f"n_head={n} is not divisible by n_kv_head={n_kv}: give a divisor")
-    paired = getattr(config, scheme.pairs, 0)
-    require(paired % 2 == 0, f"{scheme.pairs}={paired} is odd: --pos={pos} pairs channels")
-    n = int(config.rope_fraction * config.head_dim)
-    fits = n % 2 == 0 and n <= config.head_dim
-    require(
-        fits or not issubclass(scheme, RoPE),
-        f"rope_fraction={config.rope_fraction} rotates {n} of {config.head_dim} channels: give a "
-        "fraction that is an even number of them",
-    )
-    # kinds of layers
-    require(
-        pattern and set(pattern) <= set("FWNS") and len(pattern) <= config.n_layer,
-        f"layer_pattern={pattern!r} is no word of the letters F, W, N and S, at most one for each "
-        f"of {config.n_layer} layers: give one such as FFFN",
-    )
-    require(
-        set(pattern).isdisjoint("WS") == (not window),
-        f"layer_pattern={pattern} and window={window} do not fit: give --window=N and a pattern "
-        "with W or S, or neither",
-    )
-    require(window or not config.sinks, "sinks stay visible beyond a window: give --window=N too")
-    if config.sinks and scheme.gates is not NoPE.gates:
-        note(f"--pos={pos} forgets the --sinks: they stay visible, but lose weight with distance")
-    hooks = ("rotate", "bias", "relative", "angles", "gates")
-    acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
-    require(
-        acts_in_layers or set(pattern).isdisjoint("NS"),
-        f"--pos={pos} acts in no layer, so none can be without positions: use F and W only",
-    )
-    require(
-        not config.rope_local_base or (scheme is RoPE and config.is_hybrid),
-        "rope_local_base is of rope in layers with a window, next to layers without one: give "
-        "--window=N and a --layer_pattern of both, such as WWWF",
-    )
-    # random positions
-    n = config.random_positions
-    require(
-        not n or not (scheme.by_index or scheme is NoPE or window),
-        "random_positions needs a scheme that uses position ids, without a window: choose learned, "
-        "sinusoidal or rope",
-    )
-    least = config.block_size
-    require(not n or n >= least, f"random_positions={n} is too small: give block_size={least}")
+GPT.schemes = POSITIONS

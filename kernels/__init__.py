@@ -26,6 +26,7 @@ cos_sin = eager.cos_sin
 linear = eager.linear
 linear_each = eager.linear_each
 linear_cross_entropy = eager.linear_cross_entropy
+positions_in_documents = eager.positions_in_documents
 rms_norm = eager.rms_norm
 rotate_by = eager.rotate_by
 

@@ -207,6 +207,13 @@ def rotate_by(q, k, angles):
     return rotate(q), rotate(k)
 
 
+def positions_in_documents(docs):
+    """Position ids that count from 0 in every document: int64 (B, T), of document ids (B, T)."""
+    index = torch.arange(docs.shape[1], device=docs.device)
+    starts = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0)) * index  # 0 but where one begins
+    return index - starts.cummax(1).values
+
+
 # -----------------------------------------------------------------------------
 # Attention: by PyTorch's operator, or in bands
 

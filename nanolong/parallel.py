@@ -21,9 +21,9 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+import kernels
 from nanolong import devices
 from nanolong.errors import require
 
@@ -292,9 +292,8 @@ def own_part(batch):
     docs = batch.get("docs")
     if batch["positions"] is None:
         positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
-        if docs is not None:  # the model counts from 0 in every document
-            starts = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0)) * positions
-            positions = positions - starts.cummax(1).values
+        if docs is not None:
+            positions = kernels.positions_in_documents(docs)
         batch = {**batch, "positions": positions}
     return {name: x if x is None else x.chunk(size, -1)[rank] for name, x in batch.items()}
 
