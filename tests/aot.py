@@ -1,11 +1,11 @@
 """Compile the Triton kernels that a model launches, without a GPU, and print what they cost.
 
-    python tests/aot.py                    every case, some twenty minutes of one core
+    python tests/aot.py                    every case, some thirty minutes of one core
     python tests/aot.py sm_90 table 64     the cases with these words in their name
 
 A line of each kernel: its tile (queries x keys, warps, stages), registers, spilled bytes, shared
-memory, how many instructions are products, atomics and accesses of 2 bytes, and what is not as it
-should be. The exit status is 1 if anything is.
+memory, columns of tensor memory, how many instructions are products, atomics and accesses of 2
+bytes, and what is not as it should be. The exit status is 1 if anything is.
 
 The kernels' own Python launches them on zeros in a CPU's memory, so that Triton's launcher
 specializes them as in a training run. Triton's interpreter and its compiler cannot live in one
@@ -30,11 +30,20 @@ from kernel_cases import bias_arguments, bias_leaves  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from kernels import decode, flash, rotary  # noqa: E402
+from kernels.flash import device_family  # noqa: E402
 
 # Bytes of shared memory that a program may take, by architecture.
-SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_86": 101_376, "sm_120": 101_376}
+SHARED = {
+    "sm_80": 166_912,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_86": 101_376,
+    "sm_120": 101_376,
+}
 # Bytes that a program may spill.
-SPILLED = {"sm_80": 0, "sm_90": 264, "sm_86": math.inf, "sm_120": math.inf}
+SPILLED = {"sm_80": 0, "sm_90": 264, "sm_100": 136, "sm_86": math.inf, "sm_120": math.inf}
+# Columns of an SM's tensor memory, in which sm_100 adds up products.
+TENSOR_MEMORY = 512
 # No bias, slopes, a table, Shaw's vectors for keys and values, Transformer-XL's, and gates.
 BIASES = ("none", "slopes", "table", "shaw", "xl", "gates")
 # masked: a window with sinks over true positions, and documents, at once
@@ -49,7 +58,8 @@ KERNELS = [
 ]
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 OPCODE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
-PRODUCT = r"HMMA|HGMMA"
+# mma.sync, wgmma (sm_90) and tcgen05.mma (sm_100)
+PRODUCT = r"HMMA|HGMMA|UTCHMMA"
 
 
 # -----------------------------------------------------------------------------
@@ -73,6 +83,7 @@ def cost_of(compiled):
         "registers": registers,
         "spilled": spilled,
         "shared": compiled.metadata.shared,
+        "tensor memory": compiled.metadata.tmem_size or 0,
         "products": count(PRODUCT, lines),
         "atomics": count(r"(?:REDG?|ATOMG?)\b", lines),
         "2 bytes": count(r"(?:LDG|STG)\.E\.(?:\w+\.)*U16", lines),
@@ -93,6 +104,8 @@ def faults(row):
     found = []
     if row["shared"] > SHARED[row["target"]]:
         found.append("shared memory")
+    if row["tensor memory"] > TENSOR_MEMORY:
+        found.append("tensor memory")
     if row["spilled"] > SPILLED[row["target"]]:
         found.append("spills")
     if row["atomics"]:
@@ -144,8 +157,10 @@ class Compiler:
 def compile_case(target, bias, D, mask):
     """Compile a training step and a decoded token of a model: what each kernel costs."""
     rows = []
-    family = target if target in ("sm_80", "sm_90") else "small"
-    flash.device_family = lambda device: (family, "tf32x3")
+    capability = divmod(int(target.removeprefix("sm_")), 10)
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        family = device_family(torch.device("cuda"))
+    flash.device_family = lambda device: family
     for module, name, kernel in KERNELS:
         setattr(module, name, Compiler(name[1:-7], kernel, target, rows))
     # the strides that a model gives
