@@ -658,7 +658,11 @@ class NoPE(nn.Module):
     # Attention and context extension.
 
     def attend(self, q, k, v, pos, layer, cache, **mask):
-        """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D)."""
+        """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D).
+
+        Called once a layer, which is the key of its cache: a scheme with two softmaxes stacks them
+        as heads.
+        """
         if cache is None:
             bias = self.bias(k.shape[2], layer)
             relative = self.relative(k.shape[2], layer)

@@ -692,7 +692,7 @@ def _keys_to_distances(p):
 # Cross-entropy
 
 
-def linear_cross_entropy(x, weight, targets, reduction="mean"):
+def linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0):
     """Compute reference.linear_cross_entropy() in float32, in chunks of tokens.
 
     Of the logits (N, V) at most 128 MiB, on a GPU 1 GiB in 16 bits, or 128 tokens exist at a time.
@@ -703,7 +703,7 @@ def linear_cross_entropy(x, weight, targets, reduction="mean"):
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     is_trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    losses = _Loss.apply(x, weight, targets, dtype, is_trained and reduction != "none")
+    losses = _Loss.apply(x, weight, targets, dtype, z_loss, is_trained and reduction != "none")
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (targets >= 0).sum()
@@ -717,11 +717,12 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dtype, grads_in_forward):
+    def forward(ctx, x, weight, targets, dtype, z_loss, grads_in_forward):
         ctx.dtype = dtype
+        ctx.z_loss = z_loss
         ctx.grads_in_forward = grads_in_forward
         factor = torch.ones_like(targets, dtype=x.dtype) if grads_in_forward else None
-        losses, *grads = _compute_losses(x, weight, targets, factor, dtype)
+        losses, *grads = _compute_losses(x, weight, targets, factor, dtype, z_loss)
         ctx.save_for_backward(*(grads if grads_in_forward else (x, weight, targets)))
         return losses.sum(0, keepdim=True) if grads_in_forward else losses
 
@@ -731,19 +732,20 @@ class _Loss(torch.autograd.Function):
         if ctx.grads_in_forward:
             dx, dweight = ((saved * grad).to(saved.dtype) for saved in ctx.saved_tensors)
         else:
-            _, dx, dweight = _compute_losses(*ctx.saved_tensors, grad, ctx.dtype)
-        return dx, dweight, None, None, None
+            _, dx, dweight = _compute_losses(*ctx.saved_tensors, grad, ctx.dtype, ctx.z_loss)
+        return dx, dweight, None, None, None, None
 
 
 def _compute_losses(
-    x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor | None, dtype: torch.dtype,
+    z_loss: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The losses (N,), and for factors (N,) the gradients of sum(factor * loss) for x and weight.
 
     A compiled graph would repeat the operators for each chunk; of many, it calls this as it is.
     """
     if torch.compiler.is_compiling() and len(token_chunks(x, weight)) > 32:
-        return _compute_many_losses(x, weight, targets, factor, dtype)
+        return _compute_many_losses(x, weight, targets, factor, dtype, z_loss)
     wide = torch.promote_types(dtype, torch.float32)
     w = weight.to(dtype)
     counts = targets[:, None] >= 0
@@ -752,14 +754,23 @@ def _compute_losses(
     for rows in token_chunks(x, weight):
         chunk = x[rows].to(dtype)
         target = targets[rows, None].clamp(min=0)
-        p = F.log_softmax(chunk @ w.t(), -1, dtype=wide)
-        losses.append(torch.where(counts[rows], -p.gather(1, target), 0.0).squeeze(1))
+        logits = chunk @ w.t()
+        p = F.log_softmax(logits, -1, dtype=wide)
+        loss = -p.gather(1, target)
+        if z_loss:
+            log_sum_exp = logits.gather(1, target) + loss
+            loss = loss + z_loss * log_sum_exp.square()
+        del logits
+        losses.append(torch.where(counts[rows], loss, 0.0).squeeze(1))
         if factor is not None:
             # the gradient of the logits: softmax, less 1 at the target
+            p = p.exp_()
+            if z_loss:
+                p = p * (1 + 2 * z_loss * log_sum_exp)
             if torch.compiler.is_compiling():  # fused; a deterministic scatter would sort
-                p = p.exp() - (torch.arange(p.shape[1], device=p.device) == target).to(wide)
+                p = p - (torch.arange(p.shape[1], device=p.device) == target).to(wide)
             else:
-                p = p.exp_().scatter_(1, target, -1.0, reduce="add")
+                p = p.scatter_(1, target, -1.0, reduce="add")
             p = p.to(dtype)
             token_weight = counts[rows] * factor[rows, None]
             dx.append(((p @ w) * token_weight).to(x.dtype))
@@ -773,7 +784,7 @@ _compute_many_losses = torch.library.custom_op("nanolong::losses", _compute_loss
 
 
 @_compute_many_losses.register_fake
-def _fake_losses(x, weight, targets, factor, dtype):
+def _fake_losses(x, weight, targets, factor, dtype, z_loss):
     losses = x.new_empty(len(x), dtype=torch.promote_types(dtype, torch.float32))
     if factor is None:
         return losses, x.new_empty(0), weight.new_empty(0, x.shape[1])

@@ -123,12 +123,19 @@ def attention(
     return (y, *more) if more else y
 
 
-def linear_cross_entropy(x, weight, targets, reduction="mean"):
+def linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0):
     """Compute the cross-entropy of the logits x weight^T.
 
     x (N, C), weight (V, C), targets (N,) int64; negative targets are ignored. Returns nats: the
     mean over the targets that are not ignored (nan if there are none), their "sum", or with
     reduction="none" the loss of each (N,), 0 if ignored.
+    z_loss: factor of the square of the logits' log-sum-exp, which is added to each loss (PaLM,
+    Chowdhery et al. 2022).
     """
-    targets = targets.where(targets >= 0, -1)
-    return F.cross_entropy(x @ weight.T, targets, ignore_index=-1, reduction=reduction)
+    counts = targets >= 0
+    logits = x @ weight.T
+    losses = F.cross_entropy(logits, targets.where(counts, -1), ignore_index=-1, reduction="none")
+    losses = losses + z_loss * logits.logsumexp(-1).square() * counts
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()

@@ -397,8 +397,8 @@ def test_few_rows_are_multiplied_alike(shape, bias):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("n,vocab", [(1, 2), (300, 257)])
-def test_linear_cross_entropy_matches_float64(n, vocab, reduction, monkeypatch, rng):
+@pytest.mark.parametrize("n,vocab,z_loss", [(1, 2, 0.0), (300, 257, 0.0), (67, 31, 0.3)])
+def test_linear_cross_entropy_matches_float64(n, vocab, z_loss, reduction, monkeypatch, rng):
     """Loss and both gradients, with several chunks and ignored targets."""
     if n > 1:
         monkeypatch.setattr(eager, "token_chunks", small_chunks(16))
@@ -408,12 +408,15 @@ def test_linear_cross_entropy_matches_float64(n, vocab, reduction, monkeypatch, 
     wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     logits = wide_x @ wide_weight.t()
     expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
-    found = reference.linear_cross_entropy(wide_x, wide_weight, targets, reduction)
+    z_term = z_loss * logits.exp().sum(-1).log() ** 2 * (targets >= 0)
+    total = {"none": z_term, "sum": z_term.sum(), "mean": z_term.sum() / (targets >= 0).sum()}
+    expected = expected + total[reduction]
+    found = reference.linear_cross_entropy(wide_x, wide_weight, targets, reduction, z_loss)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
     (expected * token_weight).sum().backward()
     x.requires_grad_()
     weight.requires_grad_()
-    loss = kernels.linear_cross_entropy(x, weight, targets, reduction)
+    loss = kernels.linear_cross_entropy(x, weight, targets, reduction, z_loss)
     (loss * token_weight).sum().backward()
 
     assert torch.allclose(loss.double(), expected, rtol=1e-5, atol=1e-5)
@@ -422,13 +425,13 @@ def test_linear_cross_entropy_matches_float64(n, vocab, reduction, monkeypatch, 
         assert (grad.double() - right).norm() <= 1e-5 * right.norm() + 1e-6
     # with one gradient of the two, and without any
     for inputs in ((x.detach(), weight), (x, weight.detach())):
-        loss = kernels.linear_cross_entropy(*inputs, targets, reduction)
+        loss = kernels.linear_cross_entropy(*inputs, targets, reduction, z_loss)
         of_one = [leaf for leaf in inputs if leaf.requires_grad]
         (grad,) = torch.autograd.grad((loss * token_weight).sum(), of_one)
         right = wide_x.grad if of_one[0] is x else wide_weight.grad
         assert (grad.double() - right).norm() <= 1e-5 * right.norm() + 1e-6
     with torch.no_grad():
-        loss = kernels.linear_cross_entropy(x, weight, targets, reduction)
+        loss = kernels.linear_cross_entropy(x, weight, targets, reduction, z_loss)
         assert torch.allclose(loss.double(), expected, rtol=1e-5, atol=1e-5)
 
 
