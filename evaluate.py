@@ -32,7 +32,7 @@ NAME=A,B,C are runs of one arm, as with other seeds: its interval is over the ru
 compared by the differences of their runs in this order.
 
 --task=needle hides a value in filler text, at a depth from 0 (the start) to 1 (the end), and asks
-for it at the end of the prompt. --task=ruler does so for tasks like those of RULER (2404.06654):
+for it at the end of the prompt. --task=ruler does so for tasks after RULER (2404.06654):
 one value (niah), one of several (multikey), all names of a value (vt), the words that are frequent
 in a list (fwe). An answer is right if each of its tokens has the highest probability given those
 before it (teacher forcing). Its loss, and what the needles save of it against the same prompt

@@ -7,8 +7,8 @@
     python extend.py out/python-rope --factor=4 --keep_optimizer=true     the run's next stage
     python extend.py out/python-rope --factor=4 --init_from=resume   goes on after a stop
 
-The order: load, extend, evaluate, train, evaluate. RoPE's methods are in rope_scaling.py, those of
-the other schemes in their classes in model.py. Defaults come from the run that is extended: its
+The order: load, extend, evaluate, train, evaluate. RoPE's methods are in rope_scaling.py, other
+schemes have theirs in their classes in model.py. Defaults come from the run that is extended: its
 data, its optimizer, as many tokens per step, and 0.3 of its learning rate (all of it, if extend.py
 has trained that run), without weight decay.
 Extending again multiplies the factors and replaces the method.
@@ -50,7 +50,7 @@ class ExtendConfig(TrainConfig):
     # weights (LoRA); 0: train all weights
     lora: int = 0
     lora_alpha: float = 0.0  # an update is multiplied by alpha / rank; 0: alpha is twice the rank
-    # norms, embeddings (those of tokens, and the weights of the position scheme): trained besides
+    # norms, embeddings (of tokens, and the weights of the position scheme): trained besides
     lora_also: tuple[Literal["norms", "embeddings"], ...] = ()
     text: str = ""  # evaluate on this text file, not on the dataset's validation set
     max_tokens: int = 65536  # length of the text that the reports before and after score
@@ -111,7 +111,7 @@ def run_defaults(given, paths):
 def default_out_dir(parent, given, before):
     """RUN-yarn4, or RUN-yarn4-beta_fast=16; a folder that is extended again has both factors.
 
-    before: the extension of the model, or None: that of out/rope-yarn4 by ntk is out/rope-ntk8.
+    before: extension of the model, or None: out/rope-yarn4 extended by ntk is out/rope-ntk8.
     """
     factor = given.get("factor", ExtendConfig.factor)
     name = str(parent)

@@ -11,7 +11,7 @@ import: a model becomes a run folder, for extend.py, evaluate.py and sample.py.
 export: a run folder becomes a folder that transformers' AutoModelForCausalLM loads, with the same
 logits and the tokenizer files that it was imported with, or a GGUF file for llama.cpp.
 
-Both compare the logits with those of transformers, which has to be installed (pip install -r
+Both compare the logits with transformers', which has to be installed (pip install -r
 requirements-hf.txt). docs/huggingface.md lists the families. What has no equivalent on the other
 side is refused. Only JSON, safetensors and GGUF are read, and of a ckpt.pt tensors and numbers.
 """
@@ -37,7 +37,7 @@ class HFConfig:
     tokenizer: str = ""
     # import: the context length in tokens, if the files say another one
     context_length: int = 0
-    # compare the logits with those of transformers
+    # compare the logits with transformers'
     verify: bool = True
     # export: of a run folder take the checkpoint with the best validation loss, not the newest
     best: bool = False

@@ -105,7 +105,7 @@ class Attention(nn.Module):
             options["gates"] = gates
         if self.sink_scores is None:
             y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
-        else:  # a score without a value takes part in each softmax; lse is that of the others
+        else:  # a score without a value takes part in each softmax; lse does not count it
             attended = scheme.attend(q, k, v, pos, self.layer, cache, return_lse=True, **options)
             assert isinstance(attended, tuple), "attend() has to return the log-sum-exp, too"
             y, lse = attended
@@ -128,7 +128,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """With a gate that of Llama (SwiGLU) or Gemma (GEGLU; Shazeer 2020); without, of GPT-2."""
+    """With a gate Llama's MLP (SwiGLU) or Gemma's (GEGLU; Shazeer 2020); without, GPT-2's."""
 
     def __init__(self, config):
         super().__init__()
@@ -291,7 +291,7 @@ class GPT(nn.Module):
         self.init_weights()
         # Created last: with the same seed, all schemes start from the same other weights.
         self.pos = POSITIONS[config.pos](config)  # the position scheme
-        self.nope = NoPE(config)  # that of layers without positions
+        self.nope = NoPE(config)  # the scheme of layers without positions
         if config.extension:
             self.extend_scheme(config.extension)
 
@@ -380,7 +380,8 @@ class GPT(nn.Module):
             is_first = cache is None or cache.docs is None
             whole = docs if is_first else torch.cat((cache.docs, docs), 1)
             positions = kernels.positions_in_documents(whole)[:, -T:]
-            explicit = self.config.sinks > 0  # those of a document are its own first tokens
+            # sinks are the first tokens of each document, so the kernels need position ids
+            explicit = self.config.sinks > 0
         elif not explicit:
             positions = torch.arange(start, end, device=tokens.device)
         # Reading them makes the CPU wait for a GPU, and breaks a compiled graph in two.
@@ -469,8 +470,8 @@ class GPT(nn.Module):
     def rope_wavelengths(self, window: bool = False) -> torch.Tensor:
         """The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
 
-        They are those of the extended model, and infinite if a pair is not rotated. window: those
-        of the layers with a window, which may differ. Raises UserError for a scheme without RoPE.
+        They are the extended model's, and infinite if a pair is not rotated. window: for the layers
+        with a window, whose wavelengths may differ. Raises UserError for a scheme without RoPE.
         """
         require(isinstance(self.pos, RoPE), f"--pos={self.config.pos} has no wavelengths: use rope")
         scheme = self.pos.local if window and self.pos.local else self.pos
@@ -518,7 +519,7 @@ class GPT(nn.Module):
         """Load the newest (or best) checkpoint of a run folder, or a checkpoint folder, on the CPU
         in eval mode. model.meta holds the rest of meta.json. Raises UserError for a damaged one.
 
-        dtype: of the weights of embeddings and linear layers, float32 or bfloat16; None: as stored.
+        dtype: dtype of embeddings and linear layers, float32 or bfloat16; None: as stored.
         weights: False leaves all but the position scheme's on the meta device.
         """
         from nanolong import run
@@ -598,7 +599,8 @@ class NoPE(nn.Module):
     n is the number of keys. A distance is the index of the query minus the index of the key.
     """
 
-    pairs = ""  # the channels that are paired, n_embd or head_dim: an even number
+    # name of the setting that must be even, because channels are paired: n_embd or head_dim
+    pairs = ""
     bounded = False  # True: nothing can be computed at positions from max_positions on
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
@@ -615,7 +617,7 @@ class NoPE(nn.Module):
         self.position_scale = 1.0  # positions, or distances, are divided by this
         self.score_scale = 1.0  # attention scores are multiplied by this
         self.is_dynamic = False  # True: the tables follow the length of the input
-        self._length = None  # the input's that the tables of a dynamic method are for
+        self._length = None  # input length for which the dynamic tables were computed
         self._tables_version = None  # changes with the tables; cached keys are then stale
 
     # The six hooks.
@@ -651,7 +653,7 @@ class NoPE(nn.Module):
 
     def gates(self, x, layer, past):
         """Forget by the text: None, or c, float64 (B, H, T); c_i - c_j is added to the score of
-        query i and key j. x and past are those of angles().
+        query i and key j. x and past are as in angles().
         """
         return None
 
@@ -674,7 +676,7 @@ class NoPE(nn.Module):
         return kernels.attention(q, k, v, bias=bias, relative=relative, **mask)
 
     def earlier(self, x):
-        """The x (B, H, n, c) of processes that have earlier tokens of the text: (B, H, m, c)."""
+        """Get x (B, H, n, c) of the processes with earlier tokens of the text: (B, H, m, c)."""
         return x[:, :, :0]
 
     def extend(self, method, factor, **options):
@@ -710,7 +712,7 @@ class NoPE(nn.Module):
             # index(): while torch.compile traces, a length may be a symbol
             quarters = operator.index(-(-4 * length // original))
             length = max(original, quarters * original / 4)
-            # a compiled graph has the table of its length, whatever that of the last call was
+            # a compiled graph has the table of its length, whatever length the last call had
             if torch.compiler.is_compiling() or length != self._length:
                 if self.update_tables(length) or self._tables_version is None:
                     self._tables_version = length
@@ -751,7 +753,7 @@ class NoPE(nn.Module):
         super()._apply(fn, recurse)
         for name in self.__dict__.get("_constants", []):
             table = getattr(self, name)
-            # fn is that of .to(), .cuda() or .float(): try it, and take over only the device
+            # fn comes from .to(), .cuda() or .float(): try it, and take over only the device
             device = fn(torch.empty(1, device=table.device)).device
             no_float64 = device.type == "mps" and table.dtype == torch.float64
             setattr(self, name, table.to(device, torch.float32 if no_float64 else table.dtype))
@@ -759,17 +761,17 @@ class NoPE(nn.Module):
 
 
 class Past:
-    """The text before the tokens of a call, of which a cache or other processes know.
+    """Values that a scheme carries along the text, such as a running sum of gates.
 
-    What a scheme computes along the text is read and kept here, in the same order in every call.
-    So it is that of the whole text, however this is cut.
+    A call with a cache continues them, and so does a process whose tokens follow another's. Read
+    and keep them in the same order in every call.
     """
 
     def __init__(self, scheme, layer, cache, docs):
         self.earlier = scheme.earlier
         self.state = [] if cache is None else cache.state.setdefault(layer, [])
-        self.docs = docs  # (B, n) or None: the last T are those of x
-        self.index = 0  # of what is read next
+        self.docs = docs  # (B, n) or None: the last T belong to x
+        self.index = 0  # index in state of the value that is read next
 
     def sum(self, x):
         """Sum x (B, H, T, n) along the text, in float64. Use differences within a document."""
@@ -779,9 +781,9 @@ class Past:
         return x
 
     def read(self, x):
-        """What keep() was given in the last call: (B, H, m, c), or m = 0. keep() has to follow.
+        """The value that the last call kept: (B, H, m, c), or m = 0. keep() has to follow.
 
-        x (B, H, n, c): what other processes, which have later tokens, get from this one instead.
+        x (B, H, n, c): value that processes with later tokens get from this one.
         """
         return self.state[self.index] if self.index < len(self.state) else self.earlier(x)
 
@@ -1028,8 +1030,8 @@ class Sandwich(NoPE):
 class RoPE(NoPE):
     """Rotary position embeddings (Su et al. 2021): channel c is paired with c + rotary_dim / 2.
 
-    Layers with a window may have frequencies of their own, those of the RoPE `local`: of another
-    base (Gemma 3), or not extended.
+    Layers with a window may have frequencies of their own, in the RoPE `local`: with another base
+    (Gemma 3), or not extended.
     """
 
     pairs = "head_dim"
@@ -1085,9 +1087,9 @@ class RoPE(NoPE):
         return kernels.rope(x, x, *self.cos_sin(pos))[0]
 
     def extend(self, method, factor, layers="all", **options):
-        """Replace the frequencies by those of a method of rope_scaling.py.
+        """Take the frequencies of a method of rope_scaling.py.
 
-        layers: "full" leaves those of layers with a window as they were trained.
+        layers: "full" leaves layers with a window as they were trained.
         """
         self.check_method(method, options)
         replaces_attention = method in rope_scaling.ATTENTION
@@ -1102,7 +1104,7 @@ class RoPE(NoPE):
         self.needs_whole_text = replaces_attention
         self.is_dynamic = "length" in self.methods[method] and "length" not in options
         self._length = self._tables_version = None
-        # Layers with a window have the same frequencies, or those of a RoPE of their own.
+        # Layers with a window have the same frequencies, or a RoPE of their own.
         self.local = None
         if layers == "full" or self.config.rope_local_base:
             self.local = self.make_local()

@@ -149,7 +149,7 @@ def ntk_frozen(base, rotary_dim, original_length, factor, multiplier=2.0, length
 
 def ntk_lceg(base, rotary_dim, original_length, factor, multiplier=None, length=None):
     """The fine-tuned NTK of Lu et al. (2024): dynamic-ntk with its factor at multiplier (by default
-    half of factor), whose base stays that of the target length for all inputs up to there.
+    half of factor); all inputs up to the target length have the base of the target length.
     """
     target = original_length * factor
     length = target if length is None else max(target, float(length))

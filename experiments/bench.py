@@ -82,7 +82,7 @@ class BenchConfig:
             parts_of(variant)
 
     def scale(self, device):
-        """The sizes to take: toy, or those of cpu or cuda."""
+        """The sizes to take: toy, cpu or cuda."""
         return "toy" if self.toy else device.type
 
 

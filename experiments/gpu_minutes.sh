@@ -136,11 +136,12 @@ gpt2="--shapes=GPT-2"
 interpret=${is_try:+TRITON_INTERPRET=1}
 
 if [ -n "$is_try" ]; then
-  lengths="" long="" longer="" keys="" sampled="" schemes="fox"
+  lengths="" long="" longer="" keys="" sampled="" schemes="fox" short=""
   echo "00-check: needs a GPU"
 else
   lengths="--lengths=1024,4096" long="--lengths=32768" longer="--lengths=16384"
   keys="--lengths=1024,16384" sampled="--shapes=124 M" schemes="rope,alibi,t5,kerple,fox"
+  short="--lengths=1024"
   command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader
   step 00-check 45 "$python" tests/gpu_check.py --only=check --seconds=45 "--out_dir=$out/check"
 fi
@@ -160,7 +161,7 @@ bench 09-loss 30 loss
 bench 10-programs 50 programs $gpt2 --compiled=true --steps=60 --rounds=1 --variants=free $theirs
 bench 11-eager 40 train $gpt2 --compiled=false --steps=16 --variants=before,sdpa $theirs
 not_built 12-eager-loss-kernel
-bench 13-schemes 120 schemes "--shapes=$schemes" --steps=10
+bench 13-schemes 120 schemes "--shapes=$schemes" $short --steps=10
 bench 14-length-16384 100 length $longer --rounds=3
 bench 15-sample 60 sample ${sampled:+"$sampled"} $keys --rounds=3
 gather

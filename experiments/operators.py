@@ -236,7 +236,7 @@ class Recorder:
 def launches_of(arguments, options, tiles=None):
     """The launches of kernels.attention() and its backward pass, by the names of flash.KERNELS.
 
-    tiles: flash.Tile by name, in place of those of flash.py.
+    tiles: flash.Tile by name; flash.py has the others.
     """
     from kernels import flash
 
@@ -320,7 +320,7 @@ def time_kernels(cfg, device):
 
 
 def chosen_launches(find, has_backward):
-    """The launches of find(), or that of the forward pass alone, in a list."""
+    """The launches of find(), or the forward pass's alone, in a list."""
     return [launch for name, launch in find().items() if has_backward or name == "forward"]
 
 
@@ -344,8 +344,8 @@ TOY_TILES = ((32, 32, 4, 1), (64, 32, 4, 1))
 
 
 def time_tiles(cfg, device):
-    """Each kernel of attention alone, without Python, and all of them at once, with other tiles
-    than that of kernels/flash.py, which is the first row. Most of the time is Triton's compiler."""
+    """Each kernel of attention alone, without Python, and all of them at once, by tiles: the first
+    row has the tile of kernels/flash.py. Most of the time is Triton's compiler."""
     from kernels import flash
 
     require_kernels(device)
@@ -469,8 +469,8 @@ def add_rounded(total, a, b):
 
 
 def check_add_product(device, N, C, V):
-    """Compare eager.add_product() with float64. Returns a row whose note says how far it is, and
-    what is wrong, or "", if the error is not that of sums in float32.
+    """Compare eager.add_product() with float64. Returns a row whose note has the error, and a
+    sentence if the error is larger than sums in float32 have, or "".
     """
     a, b = (random(device, N, n).detach() for n in (V, C))
     total = torch.ones(V, C, device=device)

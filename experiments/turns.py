@@ -115,8 +115,8 @@ def clock_call(call, device):
 
 
 def clock_graph(call, device):
-    """Return the milliseconds of what call() queues on a GPU, replayed from a CUDA graph: without
-    the time that Python takes. On a CPU, those of a call.
+    """Return the milliseconds of call()'s kernels on a GPU, replayed from a CUDA graph: without the
+    time that Python takes. On a CPU, the milliseconds of the call.
     """
     if device.type == "cuda":
         import triton.testing

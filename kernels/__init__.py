@@ -67,9 +67,9 @@ logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 def selective_checkpoint(block):
     """Wrap block(*args) so that of its activations only the results of attention are kept.
 
-    That is, its arguments and attention's output and log-sum-exp, whichever kernel computes them.
-    The backward pass recomputes the rest, with the same dropout. Where attention is written out in
-    plain PyTorch (relative vectors, a bias with gradient), nothing of it is kept.
+    These are its arguments and attention's output and log-sum-exp, whichever kernel computes them.
+    The backward pass recomputes the rest, with the same dropout. If attention is written out in
+    plain PyTorch (relative vectors, a bias with gradient), no activation of it is kept.
     """
     make_contexts = checkpoint.create_selective_checkpoint_contexts
     options = {"context_fn": functools.partial(make_contexts, _save_attention)}
@@ -121,7 +121,9 @@ def _can_run(device):
 
 
 def what_triton_lacks():
-    """What is not installed here, or None. Triton compiles its launcher with a C compiler."""
+    """A sentence that names a missing package, or None. Triton compiles its launcher with a C
+    compiler.
+    """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     compilers = (os.environ.get("CC") or "gcc", "clang")

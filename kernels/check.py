@@ -65,8 +65,8 @@ def find_fault(model, device, *arguments):
 
 
 def compare(model, device, dtype, docs, positions):
-    """Rows of the name of a result, how far that of the kernels is from that of plain PyTorch, in
-    relation to its size, and how far it may be: twice as far as that is from float64.
+    """Rows of a result's name, the relative difference between the kernels and plain PyTorch, and the
+    difference that is allowed: twice the error of plain PyTorch, which is compared with float64.
     """
     length = LENGTH[device.type]
     index = torch.arange(length)
@@ -75,7 +75,7 @@ def compare(model, device, dtype, docs, positions):
     for gain, window in ((1, 19), (6, length // 3 + 2)):
         with torch.random.fork_rng([]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the text is longer than the context
-            torch.default_generator.manual_seed(0)  # not those of a GPU
+            torch.default_generator.manual_seed(0)  # not a GPU's generator
             small = make_small(model, length, gain, window).to(device)
             inputs = {"tokens": torch.randint(WIDTH, (2, length))}
             if docs:  # of other lengths in each sequence

@@ -2,7 +2,7 @@
 
 Shares with flash.py how a call is described, loaded and masked: copy both into your project.
 
-The formula is that of flash.py, without a gradient. In plain PyTorch: attention() in
+The formula is flash.py's, without a gradient. In plain PyTorch: attention() in
 kernels/reference.py.
 
 Why another kernel: a query meets each key once, so the work is to read the cache as fast as memory

@@ -1,8 +1,9 @@
 """The operators in plain PyTorch, in less time and memory: what runs wherever no kernel does.
 
 reference.py defines what rope, attention and the loss compute, and tests/test_eager.py compares.
-Queries and tokens go through in chunks: those of queries are computed again in the backward pass,
-those of tokens leave their gradients, if a loss is summed. A CPU has paths of its own.
+Attention goes through in chunks of queries, which are computed again in the backward pass. The loss
+goes through in chunks of tokens, whose gradients are kept, if the loss is summed. A CPU has paths
+of its own.
 """
 
 import contextlib
@@ -296,7 +297,7 @@ class _Mask(NamedTuple):
         if self.window and not self.sinks and self.positions is None:
             start, stop = max(0, first - self.window + 1), min(stop, end + self.window - 1)
         if self.docs is not None:
-            # Documents lie side by side, so this finds little more than those of the queries.
+            # Documents lie side by side, so this finds few documents without a query.
             docs = self.docs[:, first:end]
             low, high = docs.amin(1, keepdim=True), docs.amax(1, keepdim=True)
             docs = self.docs[:, start:stop]
@@ -359,9 +360,9 @@ def _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask):
 # A chunk of queries gets explicit scores for near keys, with the bias and the vectors of each
 # distance. Keys from the distance `reach` on share the last ones and go through PyTorch's flash
 # attention for CPUs; the two parts are merged by their log-sum-exps. The backward pass of flash
-# attention takes an output and a log-sum-exp. Given those of all keys, it computes the gradients of
-# its part. What distant scores have in common, as the last entry of a table, has the gradient that
-# the near ones lack, because a row of gradients sums to that of the log-sum-exp.
+# attention takes the output and the log-sum-exp over **all** keys, and returns the gradients for
+# the distant keys. The last table entry is added to every distant score. Its gradient is the part
+# of the row's total that the near scores do not take; the total is the gradient of the log-sum-exp.
 #
 # Gates c_i - c_j go through flash attention for all keys before the chunk: c_i is a constant of
 # query i, which the log-sum-exp gets, and -c_j, a channel more of k. Each chunk counts c from its
@@ -575,7 +576,7 @@ def _attend_backward(
     tensors: Sequence[Tensor | None], sizes: Sequence[int], scale: float, table_grad: bool,
     gates_grad: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of those of the first nine tensors that there are."""
+    """The gradients of the first nine tensors, without a None for a missing tensor."""
     call = _Call(tensors, sizes, scale, tensors[8] is not None or dlse is not None)
     grads = [None if x is None else x.new_zeros(x.shape) for x in tensors[:9]]
     dq, dk, dv, distant_dk, distant_dv, dtable, dkeys, dvalues, dgates = grads
@@ -585,7 +586,7 @@ def _attend_backward(
     D = y.shape[-1]
     out, dout = y, dy
     if call.distant[0].shape[-1] > D:
-        # flash attention subtracts dout out from the products of dout and v: add that of the lse
+        # flash attention subtracts dout out from the products of dout and v: add the gradient of lse
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         out, dout = torch.cat((y, -dlse[..., None]), -1), F.pad(dy, (0, 1), value=1.0)
     for rows, near, columns, falling, distant in call.chunks():
@@ -600,7 +601,7 @@ def _attend_backward(
             ds += _distances_to_keys(g @ call.values[:, falling].mT, ds.shape[3])
             dvalues[:, falling] += _sum_to(_keys_to_distances(p).mT @ g, dvalues)
         ds.sub_(delta[..., None]).mul_(p)
-        if gates_grad:  # those of a query's scores sum to that of its log-sum-exp
+        if gates_grad:  # gradients of a query's scores sum to the gradient of its log-sum-exp
             dgates[:, :, call.indices(rows)] += _sum_to_batch(rest, dgates)
             dgates[:, :, near] -= _sum_to_batch(ds.sum(-2), dgates)
         if table_grad:

@@ -27,8 +27,8 @@ sum, so that the (T, T) scores are never stored. What the tutorial does not have
 2. Segments. The host decides which tiles a program visits, in visited(). Of the key blocks of a
    query block, some are empty and never visited, some are partly visible and need a mask, and the
    rest are wholly visible. Tiles in which every distance is m - 1 or more form a segment of their
-   own, CLIPPED: there the bias of a table is a single number, that of relative vectors one number a
-   query, and neither costs anything.
+   own, CLIPPED: there the bias of a table is a single number, and relative vectors add one number a
+   query. Neither costs anything.
 
 3. The bias row. In a tile the bias depends on r - c alone (query r, key c), so BM + BN - 1 values
    describe it. They are loaded once and expanded to the tile (_expand). Loading each of the BM x BN
@@ -51,7 +51,7 @@ sum, so that the (T, T) scores are never stored. What the tutorial does not have
 
 7. Gates (arXiv 2503.02130). c (B, H, Tk) are sums of log gates along the text. They pass -10^4, of
    which float32 keeps too few digits. So c arrives as a sum of two float32 numbers, and a program
-   counts from its middle token. A key adds its number to the scores; that of a query is the same
+   counts from its middle token. A key adds its number to the scores; a query's number is the same
    for all keys, so only the log-sum-exp gains it. The gradient of c_j is -dS summed over column j,
    which the program of the key has. Row i of dS sums to the gradient of the log-sum-exp, which is
    what c_i gains. Sums of this gradient along the text need the corrected delta, as tables do.
@@ -673,7 +673,7 @@ def _sweep_kernel(
     Query block n meets key block n - diagonal, for all n and all sequences of the batch. In these
     tiles everything that depends on the distance is the same. With a table the summed tile is then
     summed along its diagonals: DBIAS (splits, H, diagonals, 2 BM), by r - c + BM - 1. With vectors,
-    DBIAS (..., 2 BM, D) receives the sums of dS r_i at each distance, DREL_V those of P dO_i.
+    DBIAS (..., 2 BM, D) receives the sums of dS r_i at each distance, DREL_V the sums of P dO_i.
     segments: None if the indices alone decide what is visible.
     """
     index = tl.program_id(0)
@@ -792,10 +792,12 @@ def _reach_kernel(call, segments, REACHED, BM: tl.constexpr, BN: tl.constexpr):
 # -----------------------------------------------------------------------------
 # Tile sizes
 #
-# Those of sm_90 were timed on an H200, but for vectors at D = 128. Nobody has timed the others.
+# sm_90's tiles were timed on an H200, but for vectors at D = 128. Nobody has timed the others.
 # They were chosen by ahead-of-time compilation: nothing is spilled up to D = 128, and shared memory
 # is within the card's limit. sm_100 and sm_103 take the tiles of sm_90. Compiled for sm_100 and
 # never timed there, these spill at most 136 bytes, and shared memory and tensor memory suffice.
+# There Triton 3.7.1 leaves out a proxy fence between copies and some products of dq and dkdv, which
+# it places on sm_90: `make gpu-check` comes before training on such a card.
 
 
 class Tile(NamedTuple):
@@ -1060,9 +1062,10 @@ def make_call(q, qr, k, v, bias, rel_v, gates, docs, positions, window, sinks, c
 
 
 def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
-    """Launch one of KERNELS with the tensors that it takes after those of the call.
+    """Launch one of KERNELS with the tensors that it takes after the call's.
 
-    segments: of prepare_mask(). grid: if it is not a program for each row of them and each head.
+    segments: result of prepare_mask(). grid: by default a program for each row of segments and each
+    head.
     """
     q = call.q.ptr
     tile = tile_for(q, call.KIND.value, name)

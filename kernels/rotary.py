@@ -73,7 +73,7 @@ def _rotate_kernel(
     sin = tl.load(SIN.ptr + at, mask=mask, other=0.0)
     if INVERSE:
         sin = -sin
-    # first the groups of query heads, then those of key heads
+    # first the groups of query heads, then the groups of key heads
     q_groups = tl.cdiv(H, GROUP)
     if group < q_groups:
         _rotate_heads(Q, Q_OUT, b, group * GROUP, H, t, cos, sin, T, D, HALF)

@@ -87,7 +87,7 @@ def pick_dtype(name, device):
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float16
-    # a private function of torch: bool() stands for that of a version without it
+    # a private function of torch: bool() stands in for it if a version lacks it
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)
     return torch.bfloat16 if device.type == "cpu" and has_amx() else torch.float32
 
@@ -98,9 +98,9 @@ def weights_to_load(name):
 
 
 def set_weights_dtype(model, name, dtype):
-    """Make a model's weights float32, unless its matrix products have the dtype bfloat16.
+    """Cast the weights to float32, unless the matrix products are bfloat16.
 
-    name: of --weights. Raises UserError if that asks for bfloat16 with other products.
+    name: value of --weights; bfloat16 weights need bfloat16 products, else UserError is raised.
     """
     if dtype == torch.bfloat16:
         return

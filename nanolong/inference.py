@@ -45,9 +45,9 @@ class KVCache:
     def append(self, tokens, pos, docs, tables_version, explicit_positions):
         """Append tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None.
 
-        Returns the tokens and positions to compute: these, or all so far where the scheme's tables
-        have changed. Cached keys cannot be kept then, even unrotated: those of deeper layers were
-        computed from hidden states of the old tables.
+        Returns the tokens and positions to compute: these, or all so far if the scheme's tables
+        have changed. Cached keys cannot be kept then, even unrotated: deeper layers computed theirs
+        from hidden states of the old tables.
         """
         same_kind = not self.length or (docs is None) == (self.docs is None)
         require(same_kind, "docs are missing in some calls with this cache: pass them to all")
@@ -130,7 +130,7 @@ def generate(
 def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
     """Yield the new tokens (B, 1) one at a time.
 
-    prompts: of read_prompts(); sampling: the arguments of sample_token() after the logits.
+    prompts: result of read_prompts(); sampling: arguments of sample_token() after the logits.
     """
     longest = max(map(len, prompts))
     total = longest + max_new_tokens - 1  # the last token is not an input
@@ -184,7 +184,7 @@ def evaluation_mode(modules):
 
 
 def compute_logits(model, tokens, pos, docs, cache):
-    """The logits (B, V), float32, after these tokens, which follow those of the cache."""
+    """The logits (B, V), float32, after these tokens, which follow the cache's."""
     now = slice(cache.length, cache.length + tokens.shape[1])
     pos = None if pos is None else pos[..., now]
     docs = None if docs is None else docs[:, now]
@@ -325,7 +325,7 @@ class FixedShapeStep:
 
     Where the next token is written is a tensor on the device, so that the step can be compiled
     once, and captured. Under autocast the weights are cast once, here.
-    pos (capacity,) or (B, capacity) and docs (B, capacity) are those of the whole text, or None.
+    pos (capacity,) or (B, capacity), docs (B, capacity): of the whole text, or None.
     """
 
     def __init__(self, model, cache, pos=None, docs=None):
@@ -340,7 +340,7 @@ class FixedShapeStep:
         cache.write_index = torch.tensor([cache.length], device=device)
         cache.valid_length = torch.tensor([cache.length + 1], device=device)
         self.dtype = None
-        self.weights = {}  # those of linear layers by name, cast
+        self.weights = {}  # weights of linear layers by name, cast
         self.state = [x.clone() for kept in cache.state.values() for x in kept]
         if torch.is_autocast_enabled(self.device_type):
             self.dtype = torch.get_autocast_dtype(self.device_type)

@@ -8,8 +8,8 @@ With ddp each process keeps the whole model, with fsdp 1 / N of the weights, gra
 a block's weights are gathered when it computes. With --sequence_parallel=N, N processes share every
 sequence, and each computes T / N of its tokens. Around attention they exchange tokens for heads
 (Ulysses, Jacobs et al. 2023, arXiv 2309.14509): one all-to-all turns queries, keys and values of
-all heads and T / N tokens into those of H / N heads and all T tokens; another turns the result
-back. A process thus computes whole rows of scores, so every scheme works as it is.
+all heads and T / N tokens into queries, keys and values of H / N heads and all T tokens; another
+turns the result back. A process thus computes whole rows of scores, so every scheme works as it is.
 """
 
 import atexit
@@ -27,7 +27,7 @@ import kernels
 from nanolong import devices
 from nanolong.errors import require
 
-# the processes that share a sequence: those of this process, consecutive ranks; None: no others
+# the group of processes, of consecutive ranks, that share sequences with this one; None: no others
 _group = None
 # AllToAll.apply(), which torch.compile calls as it is, between two graphs
 _all_to_all = None
@@ -118,7 +118,7 @@ def check_same(what):
 def distribute(model, cfg, device):
     """Move a model to the device, whole (ddp) or in shards (fsdp), and compile it if cfg.compile.
 
-    cfg: a TrainConfig. Returns the module to call in training. The weights are those of the first
+    cfg: a TrainConfig. Returns the module to call in training. All have the weights of the first
     process. Raises UserError for fsdp with one process, or with Muon.
     """
     require(
@@ -267,7 +267,7 @@ def stop_sharing(model):
     _group = None
     for scheme in (model.pos, model.nope):
         for hook in ("bias", "relative", "set_length", "attend", "earlier"):
-            vars(scheme).pop(hook, None)  # the wrapper; that of the class is found again
+            vars(scheme).pop(hook, None)  # the wrapper; the class's method is found again
 
 
 def sequence_rank_and_size():
@@ -332,7 +332,7 @@ def attend_shared(attend, q, k, v, pos, layer, cache, **mask):
     if "gates" in mask:
         mask["gates"] = tokens_to_heads(mask["gates"][..., None], N)[..., 0]
     mask["docs"] = gather_tokens(mask["docs"])
-    # those of own_part() are the indices, which attention assumes by itself
+    # own_part() made these from the indices, which is attention's default
     mask["positions"] = gather_tokens(mask["positions"]) if pos.dim() > 1 else None
     attended = attend(q, k, v, gather_tokens(pos), layer, cache, **mask)
     if isinstance(attended, tuple):  # with the log-sum-exp, for learned sinks
