@@ -38,7 +38,7 @@ def format_interval(values, sign=""):
 
 
 def count_tokens(length, b):
-    """Return the number of a length such as 4L, L+20 or 84; L is that of the budget b."""
+    """Return the number of a length such as 4L, L+20 or 84; L is the budget's, b.L."""
     parts = re.fullmatch(r"(\d*)(L?)(?:\+(\d+))?", length)
     if not parts:
         raise UserError(f"{length!r} is no length: give one such as 84, L, 4L or L+20")
@@ -52,7 +52,7 @@ def count_tokens(length, b):
 class Board:
     """The values of arms by measure, length and seed.
 
-    saved: the content of NAME.json; derive: returns rows that follow from those of a Board.
+    saved: content of NAME.json; derive: function that returns rows computed from a Board.
     """
 
     def __init__(self, saved, derive=None):
@@ -312,7 +312,7 @@ def plot_table(axis, table, board, names, group):
             style = {"color": f"C{i}", "marker": "osD^vP*X"[i], "markersize": 4, "label": name}
             axis.errorbar(x, mean, half_width, capsize=2, **style)
         else:
-            axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # those of the group
+            axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # the group's limits
             axis.plot(x, mean, color="lightgray", linewidth=1, zorder=0)
     ticks = sorted({count_tokens(length, board.b) for length in lengths})
     # of lengths next to each other the labels would overlap

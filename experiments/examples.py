@@ -55,7 +55,7 @@ def measure(arm):
     def short_batch(step):
         return make_examples(L, b.keys, b.batch, seed + step)
 
-    def long_batch(step):  # on samples after those of pretraining
+    def long_batch(step):  # on samples that come after pretraining's
         return make_examples(4 * L, b.keys, b.batch // 4, seed + b.steps + step)
 
     model = make_model(pos, arm, 2 * L, 10 + 11 * b.keys)

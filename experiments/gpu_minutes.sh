@@ -12,7 +12,7 @@
 #   --copy=FOLDER  copy the first three there after each step
 #
 # It needs torch from 2.11 on with its triton, and what requirements.txt lists besides, but no
-# network. PYTHON=... in front of it is the interpreter; by default that of .venv, or python3.
+# network. PYTHON=... in front of it is the interpreter; by default .venv's, or python3.
 # Exit status: 0 if all steps are done, 1 if one failed, 3 if some are left for the next call.
 
 set -u

@@ -46,7 +46,7 @@ MEASURES = ("token frequencies", "above token frequencies")
 TABLES = [
     ("Loss in the last quarter of the sequence", "last-quarter", ["L", "2L", "4L", "8L"]),
     ("Loss over whole sequences", "chunked", ["L", "2L", "4L", "8L"]),
-    ("Loss over whole sequences, less that of token frequencies", MEASURES[1], ["L"]),
+    ("Loss over whole sequences, less the loss of token frequencies", MEASURES[1], ["L"]),
 ]
 CLAIMS = """
 chunked: linear-rope@L < linear-nope@L
@@ -68,7 +68,7 @@ def measure(arm):
 
 
 def derive(board):
-    """Subtract the loss of token frequencies from that of a model."""
+    """Subtract the loss of token frequencies from a model's loss."""
     for arm in board.arms:
         frequencies = board.of(arm, "token frequencies")
         for seed, loss in board.of(arm, "chunked", "L").items():

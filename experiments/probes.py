@@ -5,7 +5,7 @@
 
 layer N: the mean |predicted - true| of an MLP that learns a token's position in its sequence from
 the output of block N of the frozen model (0: the embedding, with what the scheme adds to it), on
-validation text, as a fraction of that of a random guess, (T^2 - 1) / (3T) for positions 0 .. T-1.
+validation text, as a fraction of a random guess's error, (T^2 - 1) / (3T) for positions 0 .. T-1.
 best layer: the least after layer 0. last token: its loss in nats, and after all tokens before it
 are shuffled (both Haviv et al. 2022); last quarter: the same, with the three quarters before it.
 
@@ -58,7 +58,7 @@ LAYERS = (*(f"layer {layer}" for layer in range(5)), "best layer")
 LOSSES = ("last token", "last token, shuffled", "last quarter", "last quarter, shuffled")
 TABLES = [
     ("How far attention looks, in tokens", "distance", ["L", "4L"]),
-    ("Error of the probe, as a fraction of that of a guess", LAYERS, ["0"]),
+    ("Error of the probe, as a fraction of a guess's error", LAYERS, ["0"]),
     ("Loss after tokens in order, and shuffled", LOSSES, ["0"]),
     ("Attention at the training length", ["token before", "divergence"], ["L"]),
 ]
@@ -245,7 +245,7 @@ def jensen_shannon(p, q):
 @dataclass
 class ProbesConfig:
     lengths: tuple[int, ...] = ()  # of sequences; default: the shortest original context length
-    dataset: str = ""  # text; default: that of the first checkpoint
+    dataset: str = ""  # text; default: the first checkpoint's
     probe_steps: int = 1000  # training steps of a probe
     seed: int = 1  # of the probes and of shuffling
     entry: tuple[str, ...] = ()  # Python files with schemes of your own

@@ -10,8 +10,8 @@ context length of 8,192 tokens. It is imported and extended 4 times by each meth
 training, and by two methods with brief fine-tuning (PoSE, config/finetune_public.toml) on the
 standard library without its longest module. Scored is that module: by position, in one sequence
 from its start, and in sequences of 2,048 tokens, where the untouched checkpoint needs no extension;
-what a method loses there is its price. Needles are those of --task=ruler --ruler=niah: the question
-of --task=needle is a format that small models are trained on, and this one is not.
+what a method loses there is its price. Needles are from --task=ruler --ruler=niah: the question of
+--task=needle is a format that small models are trained on, and this one is not.
 
 There is one text and one checkpoint, which more seeds do not change (only the fine-tuned arms
 depend on them): so there are no intervals, and no claims. The checkpoint may have seen the text in

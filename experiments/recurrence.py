@@ -2,7 +2,7 @@
 
 A text is computed in segments of L tokens. Each layer attends to its segment and to a prefix of
 detached hidden states: its own inputs at the tokens before. These depend on a memory before them,
-so the effective context grows with every layer; gradients end at them. Position 0 is that of the
+so the effective context grows with every layer; gradients end at them. Position 0 is the
 oldest token in memory, so the scheme must be relative.
 
 POS/none is trained without a memory, POS/memory with one of a segment, on the same streams of text:

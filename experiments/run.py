@@ -77,7 +77,7 @@ from nanolong.strict_json import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path("out/experiments")
-SCHEMES = dict(POSITIONS)  # without those of --entry
+SCHEMES = dict(POSITIONS)  # without the schemes of --entry
 
 # The code that a training run depends on, and what an evaluation depends on besides.
 TRAINING_CODE = ("model.py", "rope_scaling.py", "train.py", "extend.py", "data/*.py")
@@ -90,14 +90,14 @@ DEFAULTS = {"TITLE": "", "ABOUT": "", "FLAGS": "", "ARMS": {}, "EVALUATE": {}, "
 DEFAULTS |= {"CLAIMS": "", "MEASURES": (), "BUDGETS": {"default": ""}}
 DEFAULTS |= dict.fromkeys(("measure", "derive", "make_data", "notes", "plot"))
 
-# A full or read-only disk ends the experiment; any other error is that of an arm.
+# A full or read-only disk ends the experiment; any other error belongs to an arm.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass
 class RunConfig:
     budget: str = ""  # sizes, a key of the experiment's BUDGETS; default: its first
-    arms: tuple[str, ...] = ()  # only these arms, and those of --entry
+    arms: tuple[str, ...] = ()  # only these arms, and the arms of --entry
     seeds: tuple[int, ...] = (1, 2, 3)  # a run of each arm for each seed
     entry: tuple[str, ...] = ()  # files with a scheme of your own: an arm each, like the first arm
     dataset: str = "python"  # text for training and evaluation
@@ -515,11 +515,11 @@ def note_replaced(file, saved):
     if file.is_file():
         command = json.loads(file.read_text(encoding="utf-8"))["command"]
         if command != saved["command"]:
-            note(f"{file} was that of `{command}`, which writes it again from the runs it kept")
+            note(f"{file} came from `{command}`, which writes it again from the runs it kept")
 
 
 def is_disk_error(error):
-    """Whether an error, or one that led to it, is that of the disk."""
+    """Whether an error, or one that led to it, comes from the disk."""
     while error is not None:
         if getattr(error, "errno", None) in DISK_ERRORS:
             return True

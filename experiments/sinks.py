@@ -2,7 +2,7 @@
 
 A sink is a score for each head that takes part in the softmax and has no value (gpt-oss, Granite),
 so that a head can attend to nothing. Without one, heads are known to attend to the first token in
-its place (Xiao et al. 2024). The models are those of leaderboard.py, with which runs are shared.
+its place (Xiao et al. 2024). The models are leaderboard.py's, with which runs are shared.
 `first token`, `sink`: the mean fraction of attention that goes there, over layers, heads and the
 later half of the queries.
 """

@@ -21,7 +21,7 @@ class Prompt:
 
 
 def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
-    """Return the prompts of --start: the text, that of FILE:PATH, or every line of @PATH."""
+    """Return the prompts of --start: the text, the text of FILE:PATH, or every line of @PATH."""
     start, found = cfg.start, []
     texts = [start]
     if start.startswith(("FILE:", "@")):

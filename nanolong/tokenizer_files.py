@@ -17,11 +17,11 @@ FILES = (
 
 
 def read_tokenizer(path, model_config=None, vocab_size=None):
-    """Read a tokenizer.json, or that of a folder and its other tokenizer files.
+    """Read a tokenizer.json, or a folder's with its other tokenizer files.
 
     model_config: what has bos_token_id and eos_token_id, if there is a model; vocab_size: its size.
     Returns (tokenizer, the id that starts every text or None). Raises UserError for damaged files,
-    and for those of another model.
+    and for files of another model.
     """
     file = path if path.suffix == ".json" else path / "tokenizer.json"
     require(file.is_file(), f"there is no file {file}: give the path of a tokenizer.json")

@@ -65,7 +65,7 @@ def over_seeds(records, arms):
 
 
 def mean_record(arm, records):
-    """Return one record for those of the runs of an arm, of one cell."""
+    """Return the mean record of an arm's runs, for one cell."""
     first = records[0]
     found = {name: first[name] for name in CELL if name in first}
     found = {"checkpoint": arm, **found, "seeds": len(records)}

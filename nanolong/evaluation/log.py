@@ -63,7 +63,7 @@ def measure(cells, models, origins, facts, file):
 
     def key_of(cell):
         name = cell.records[0]["checkpoint"]
-        # not the commit: that of a document changes no number
+        # not the commit: one that changes a document changes no number
         origin = {field: value for field, value in origins[name].items() if field != "commit"}
         dtypes = sorted({str(p.dtype) for p in models[name].parameters()})
         found = [facts, torch.__version__, models[name].meta.get("checksums"), dtypes]
@@ -93,7 +93,7 @@ def measure(cells, models, origins, facts, file):
 
 
 def find_saved(keys, saved):
-    """The saved records by key, without those of a number that was not finite: it is null."""
+    """The saved records by key, without records of a number that was not finite: it is null."""
     found = {}
     for record in saved:
         if record.get("key") in keys:

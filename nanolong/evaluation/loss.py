@@ -53,7 +53,7 @@ def find_spans(split, lengths, max_tokens):
 
     They are sequences of the longest length that fits, evenly spaced over all files as in the
     validation of train.py. A text of at most max_tokens is scored as a whole, but for files that
-    are shorter. Returns the spans, and those of `lengths` that fit.
+    are shorter. Returns the spans, and the `lengths` that fit.
     """
     sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]
     fitting = [length for length in lengths if length <= min(max_tokens, max(sizes))]
@@ -169,8 +169,8 @@ def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32
 
 
 def describe_change(original, model, split, length, max_tokens, dtype):
-    """Say how the loss of a model differs from that of another, with intervals over the sequences:
-    of all tokens, and of the last quarter of each sequence.
+    """Say how a model's loss differs from another's, with intervals over the sequences: for all
+    tokens, and for the last quarter of each sequence.
 
     Raises UserError when the text or the context of a model is too short.
     """

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def provenance(device, commits=()):
     """Commit, hardware, torch version and date, as a line of text.
 
-    commits: those of which measurements were kept, where they are not of this call alone.
+    commits: commits of the measurements that were kept; by default this checkout's.
     """
     commits = list(dict.fromkeys(commits)) or [current_commit()]
     commit = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"

@@ -34,7 +34,7 @@ def text_section(texts):
     # "<" might end the script element
     data = to_json(list(texts.values())).replace("<", "\\u003c")
     return (
-        f'<p id="controls" hidden>Loss of <select id="shown">{options}</select> minus that of '
+        f'<p id="controls" hidden>Loss of <select id="shown">{options}</select> minus the loss of '
         f'<select id="other"><option>nothing</option>{options}</select> '
         f'<span id="scale"></span></p>\n'
         f'<p class="note" id="about">The colours need JavaScript.</p>\n'

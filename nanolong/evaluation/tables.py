@@ -134,7 +134,7 @@ def grid(title, records, measures):
 
 
 def tables_of(records, unequal=()):
-    """Return the tables of all records; of `position` that of the longest sequences.
+    """Return the tables of all records; for `position`, one of the longest sequences.
 
     unequal: sentences that say what differs between checkpoints besides what is compared. They
     stand below each table in which an asterisk says that checkpoints differ.

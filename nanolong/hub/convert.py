@@ -170,7 +170,7 @@ def export_model(model):
 
 
 def choose_family(model, allowed, reader):
-    """Return the model_type of the first family that a model is, that of its import before others.
+    """Return the model_type of the first family that a model is; the family of its import is first.
 
     allowed: model_type -> Family; reader: the program that has these. Raises UserError with the
     nearest family, and what it would need.
@@ -232,7 +232,7 @@ def write_config(model, name):
     config, family = model.config, FAMILIES[name]
     values = dataclasses.asdict(config) | {"mlp": ACTIVATIONS[config.mlp][0]}
     fields = {theirs: values[ours] for ours, theirs in (FIELDS | family.fields).items() if theirs}
-    # those of the classes are Llama's or another model's
+    # the classes' defaults are Llama's or another model's
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     factors = {}
     if "rope" in family.has["pos"]:

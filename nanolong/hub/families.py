@@ -54,7 +54,7 @@ def multiplied_by(name, power=1):
 
 # GPT-2 stores matrices as (in, out), where torch's Linear has (out, in)
 TRANSPOSED = Fold(lambda x, c: x.t(), lambda x, c: x.t())
-# query, key and value of the first head are followed by those of the second
+# query, key and value of the first head come before the second head's
 BY_HEAD = Fold(
     lambda x, c: swap_groups(x, c.num_attention_heads, 3),
     lambda x, c: swap_groups(x, 3, c.num_attention_heads),
@@ -88,7 +88,7 @@ def table(text):
 
 
 def derive(family, has=(), fields=(), **changes):
-    """Return a row with these changes; those of has and fields are additions."""
+    """Return a row with these changes; has and fields are additions."""
     has = family.has | dict(has)
     return replace(family, has=has, fields=family.fields | dict(fields), **changes)
 

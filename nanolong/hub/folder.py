@@ -44,7 +44,7 @@ def find_folder(source):
     )
     from huggingface_hub import snapshot_download
 
-    # it raises its own errors, and those of the network, of many kinds
+    # it raises errors of its own and of the network, of many kinds
     with as_user_error(f"there is no folder {source}, and {name} of huggingface.co"):
         return Path(
             snapshot_download(name, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED)

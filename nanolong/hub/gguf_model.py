@@ -90,7 +90,7 @@ def read_gguf(file):
 
 
 def read_own(file, metadata, arch):
-    """Return the metadata of the architecture, without its name; those of layers that are alike."""
+    """Return the architecture's metadata, without its name; of equal layers, one layer's."""
     own = {}
     for key, x in metadata.items():
         if key.startswith(f"{arch}."):

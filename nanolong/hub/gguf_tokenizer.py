@@ -2,7 +2,7 @@
 
 A GGUF has no tokenizer.json. It has the tokens, their types, the merges, the ids of some special
 tokens and the name of a pre-tokenizer, which stands for how text is split before it is merged.
-The patterns are those of the models' own tokenizer.json files; llama.cpp has the same.
+The patterns come from the models' own tokenizer.json files; llama.cpp has the same.
 """
 
 import json

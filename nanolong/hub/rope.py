@@ -98,7 +98,7 @@ def read_lengths(c, p, kind):
         return original or length, length
     if original:
         extended = round(original * factor)
-        # the factor of llama3 is not that of the lengths; model cards add YaRN and leave the length
+        # llama3's factor is no ratio of lengths; model cards add YaRN and leave the length
         has_both = length > original and (kind in ("llama3", "longrope") or length > extended)
         return original, length if has_both else extended
     others = [getattr(c, name, None) for name in LENGTHS]

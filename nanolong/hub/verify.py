@@ -82,8 +82,7 @@ def load_theirs(c, tensors):
     names = ", ".join(sorted(map(str, wrong))[:3])
     require(
         not wrong,
-        f"the tensors are not those of config.json ({names} missing, or too many): download both "
-        "again",
+        f"the tensors do not fit config.json ({names} missing, or too many): download both again",
     )
     return theirs.eval().requires_grad_(False)
 
@@ -155,7 +154,7 @@ def cut_theirs(theirs, layers, window):
 
 
 def cut_tensors(tensors, layers):
-    """Return the tensors of some layers, with these numbered again, and those of no layer."""
+    """Return the tensors of some layers, numbered again, and the tensors outside of layers."""
     found = {}
     for name, x in tensors.items():
         match = re.match(r"((?:.*\.)?(?:layers|blocks|h)\.)(\d+)(\..*)", name)
