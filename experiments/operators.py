@@ -316,7 +316,7 @@ def time_kernels(cfg, device):
         clocks = {}
         for name in find():
             clocks[name] = LaunchClock(functools.partial(one_launch, find, name), device)
-        yield compare("each kernel", case, clocks, cfg.rounds, work, unit)
+        yield compare("each kernel", case, clocks, cfg.rounds, 1, "launches/s")
 
 
 def chosen_launches(find, has_backward):
@@ -350,7 +350,7 @@ def time_tiles(cfg, device):
 
     require_kernels(device)
     cases = (case for D in (64, 128) for case in attention_cases(cfg, device, D))
-    for case, arguments, options, work, unit, _ in cases:
+    for case, arguments, options, *_ in cases:
         is_square = "relative" in options
         names = flash.KERNELS if options else flash.KERNELS[:-1]  # the last has tables and vectors
         for kernel in (*names, "all"):
@@ -361,7 +361,7 @@ def time_tiles(cfg, device):
                     tiles = dict.fromkeys(changed, flash.Tile(*tile))
                     find = find_tile(arguments, options, kernel, tiles)
                     clocks[str(tile)] = LaunchClock(find, device)
-            yield compare(kernel, case, clocks, cfg.rounds, work, unit)
+            yield compare(kernel, case, clocks, cfg.rounds, 1, "launches/s")
 
 
 def find_tile(arguments, options, kernel, tiles):
@@ -392,14 +392,14 @@ def time_registers(cfg, device):
         others[words] = {"num_stages": stages} | ({"maxnreg": registers} if registers else {})
     terms = ("table",) if cfg.toy else ("no term", "slopes", "table")
     cases = attention_cases(cfg, device, terms=terms)
-    for case, arguments, options, work, unit, _ in cases:
+    for case, arguments, options, *_ in cases:
         launches = launches_of(arguments, options, tiles)
         if device.type == "cuda":
             precompile([launches[kernel] for kernel in tiles], others.values())
         for kernel in tiles:
             find = functools.partial(list, [launches[kernel]])
             clocks = {name: LaunchClock(find, device, **how) for name, how in others.items()}
-            yield compare(kernel, case, clocks, cfg.rounds, work, unit)
+            yield compare(kernel, case, clocks, cfg.rounds, 1, "launches/s")
 
 
 def precompile(launches, others):
