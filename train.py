@@ -7,8 +7,9 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, main. At most 480 lines. Batches are a function of (seed, step, micro-batch index), so a run
-is the same on any number of processes, and one that was stopped resumes with the same bits.
+loop, main. At most 480 lines. Sequences are a function of (seed, their number in the run), so a run
+is the same on any number of processes, one that was stopped resumes with the same bits, and another
+batch size goes on where the last one stopped.
 """
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
@@ -105,6 +106,7 @@ class TrainState:
     """The state of the loop, which a checkpoint keeps with the weights and moments."""
 
     step: int = 0
+    sequences: int = 0  # seen so far, and the number of the next one
     tokens: int = 0  # seen so far
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
@@ -136,10 +138,10 @@ class Batches:
     """The micro-batches of this process in order; the next one is read while a GPU still computes.
 
     train_length: tokens of a sequence. max_position: position ids skip up to there, for PoSE
-    (skip-wise training, see extend.py); 0: they do not skip.
+    (skip-wise training, see extend.py); 0: they do not skip. first: number of the first sequence.
     """
 
-    def __init__(self, dataset, model, cfg, train_length, max_position, step):
+    def __init__(self, dataset, model, cfg, train_length, max_position, first):
         self.dataset = dataset
         self.model = model
         self.cfg = cfg
@@ -148,21 +150,24 @@ class Batches:
         self.tasks = data.task_fractions(cfg.tasks)
         self.device = next(model.parameters()).device
         n = cfg.gradient_accumulation_steps
-        self.tokens_per_step = n * cfg.batch_size * train_length
+        self.sequences_per_step = n * cfg.batch_size
+        self.tokens_per_step = self.sequences_per_step * train_length
         # processes take the micro-batches of a step in turn
         rank, self.world = parallel.data_rank_and_world()
         divides = n % self.world == 0
         require(divides, f"--gradient_accumulation_steps must be a multiple of {self.world}")
         self.per_step = n // self.world  # own micro-batches
-        self.index = step * n + rank
-        self.ready = self.read(self.index)
+        self.first = first + rank * cfg.batch_size
+        self.ready = self.read(self.first)
 
-    def read(self, index):
-        """Micro-batch `index`: arguments of the model by name, its scored tokens, and its seed."""
+    def read(self, first):
+        """The micro-batch that starts at sequence `first`: arguments of the model by name, the
+        number of scored tokens, and the seed of dropout and of random positions.
+        """
         cfg = self.cfg
-        seed = ((cfg.seed << 40) + index) % (1 << 63)  # of dropout, and of random positions
+        seed = ((cfg.seed << 40) + first) % (1 << 63)
         parts = self.dataset.batch(
-            index, cfg.batch_size, self.train_length, cfg.seed, self.max_position, self.tasks
+            first, cfg.batch_size, self.train_length, cfg.seed, self.max_position, self.tasks
         )
         x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
         if pos is None:
@@ -172,8 +177,8 @@ class Batches:
         return *model_inputs(x, y, pos, docs, self.device), seed
 
     def advance(self):
-        self.index += self.world
-        self.ready = self.read(self.index)
+        self.first += self.world * self.cfg.batch_size
+        self.ready = self.read(self.first)
 
 
 def model_inputs(x, y, pos, docs, device):
@@ -246,7 +251,7 @@ def forward_backward(forward, batches, state):
     sums = torch.zeros(2, dtype=float_type, device=device)
     for number in range(batches.per_step):
         inputs, n_targets, seed = batches.ready
-        torch.manual_seed(seed)  # dropout too is a function of (seed, index)
+        torch.manual_seed(seed)  # dropout too is a function of the sequence's number
         # Gradients are summed over processes at the last micro-batch only.
         parallel.set_gradient_sync(forward, number == batches.per_step - 1)
         with devices.autocast(device, getattr(torch, cfg.dtype)):
@@ -314,7 +319,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
         dataset = open_dataset(model, cfg, train_length)
         cfg = parallel.decide_auto(model, cfg, train_length, device)
         run.check_same(model, cfg, dataset)
-        state = restore_state(model, cfg)
+        state = restore_state(model, cfg, train_length)
 
         # the kernels, if they compute what plain PyTorch does
         masks = {"docs": cfg.separate_docs, "positions": max_position > 0}
@@ -329,7 +334,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
         optimizers = optim.make_optimizers(model, cfg)
         if cfg.continues:
             run.load_optimizers(model, optimizers, model.folder)
-        batches = Batches(dataset, model, cfg, train_length, max_position, state.step)
+        batches = Batches(dataset, model, cfg, train_length, max_position, state.sequences)
         progress.print_header(batches, state)
         shown = progress.Progress(batches, state)
         try:
@@ -389,20 +394,24 @@ def fit(forward, optimizers, batches, state, stop, shown):
         update(optimizers, grads, grad_norm, to_mean, state, cfg)
         del grads  # or they would take memory until the next step has its own
         state.step += 1
+        state.sequences += batches.sequences_per_step
         state.tokens += batches.tokens_per_step
         shown.step(state, loss, grad_norm)
 
 
-def restore_state(model, cfg):
+def restore_state(model, cfg, train_length):
     """How far training is, from the model's checkpoint."""
     state = TrainState(loss_scale=65536.0 if cfg.dtype == "float16" else 1.0)
     if not cfg.continues:
         return state
     meta = run.read_meta(model.folder)  # the model may be extended by now, and have another meta
-    kept = asdict(state).keys() - {"kernels"}
+    kept = asdict(state).keys() - {"sequences", "kernels"}
     if meta["train"].get("dtype") != cfg.dtype:
         kept -= {"loss_scale", "good_steps"}
-    return replace(state, **{name: meta[name] for name in kept})
+    state = replace(state, **{name: meta[name] for name in kept})
+    # of this length: extend.py may go on with longer ones
+    state.sequences = state.tokens // train_length
+    return state
 
 
 # -----------------------------------------------------------------------------

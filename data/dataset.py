@@ -1,7 +1,7 @@
 """Sequences of text, datasets and mixtures of them, and the batches of a training run.
 
-Batches are a function of (seed, index of the micro-batch) alone: nothing random is saved in a
-checkpoint, and the batches do not depend on the number of processes.
+A sequence is a function of (seed, its number in the run) alone: nothing random is saved in a
+checkpoint, and sequences do not depend on the number of processes or the size of batches.
 """
 
 import functools
@@ -361,15 +361,16 @@ class Dataset(Text):
         """Number the documents of inputs (B, T): (B, T), or None unless they are kept separate."""
         return (x == self.separator).cumsum(1) if self.separate else None
 
-    def batch(self, index, batch_size, length, seed, max_position=0, tasks=None):
-        """Read micro-batch `index` of a training run, a function of (seed, index): inputs and
-        targets, int64 (batch_size, length), positions or None, and document ids or None.
+    def batch(self, first, batch_size, length, seed, max_position=0, tasks=None):
+        """Read a training run's sequences from number `first` on, each a function of (seed,
+        number): inputs and targets, int64 (batch_size, length), positions or None, and document ids
+        or None.
 
         max_position: if not 0, sequences are skip-wise (PoSE), with positions below it.
         tasks: kind -> the fraction of sequences that are documents of this task, of random lengths.
         """
         sequences = []
-        for i in range(index * batch_size, (index + 1) * batch_size):
+        for i in range(first, first + batch_size):
             sequences.append(self.training_sequence(i, length, seed, max_position, tasks or {}))
         inputs, targets, positions = zip(*sequences, strict=True)
         x = np.stack(inputs)

@@ -53,7 +53,7 @@ def measure(arm):
     dataset = data.open_dataset(arm.dataset)
 
     def training_batch(step):
-        x, *_ = dataset.batch(step, b.batch, b.L, arm.seed)
+        x, *_ = dataset.batch(step * b.batch, b.batch, b.L, arm.seed)
         return mask_tokens(torch.from_numpy(x), dataset, (arm.seed << 40) + step)
 
     model = make_model(arm.name, arm, b.L, dataset.vocab_size + 1)

@@ -64,7 +64,7 @@ def test_a_batch_is_a_function_of_seed_and_index(mixture):
     for i in reversed(indices):
         again = backward.batch(i, 8, 16, 5)
         assert all(np.array_equal(a, b) for a, b in zip(batches[i][:2], again[:2], strict=True))
-        sources = [forward.source_of(j, 5) for j in range(i * 8, i * 8 + 8)]
+        sources = [forward.source_of(j, 5) for j in range(i, i + 8)]
         assert (np.array(sources) == is_short(batches[i][0])).all()
     assert not np.array_equal(batches[3][0], forward.batch(3, 8, 16, 6)[0])
 

@@ -18,6 +18,7 @@ from conftest import (
     write_dataset,
 )
 
+import data
 from model import GPT
 from nanolong.run import list_steps
 
@@ -169,6 +170,49 @@ def test_a_resumed_run_keeps_its_settings_but_for_those_that_are_given(call, wor
     changed = {"max_iters": 12, "learning_rate": 0.001, "init_from": "resume"}
     assert again == {**trained, **changed}
     assert max(row["step"] for row in logged(tmp_path / "run")) == 12
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_another_batch_size_goes_on_with_the_next_sequence(
+    mixed, call, words, tmp_path, monkeypatch
+):
+    """Of a text with several epochs in these steps, and of a mixture: each number once."""
+    short = write_dataset(tmp_path / "short", list(range(200)) * 4)
+    dataset = f"{short}:0.5,{words[-2].partition('=')[2]}:0.5" if mixed else short
+    numbers = []
+    kind = data.Mixture if mixed else data.Dataset
+    training_sequence = kind.training_sequence
+
+    def spied(self, index, *arguments):
+        numbers.append(index)
+        return training_sequence(self, index, *arguments)
+
+    monkeypatch.setattr(kind, "training_sequence", spied)
+    seen = 0
+    for stop, batch_size, accumulation in ((3, 4, 1), (5, 6, 2), (8, 2, 1)):
+        numbers.clear()
+        how = ["--init_from=auto", f"--stop_at={stop}", f"--batch_size={batch_size}"]
+        how.append(f"--gradient_accumulation_steps={accumulation}")
+        assert_success(call(*words, f"--dataset={dataset}", *how))
+        steps = {3: 3, 5: 2, 8: 3}[stop]
+        n = steps * batch_size * accumulation
+        # one micro-batch more is read ahead
+        assert numbers == list(range(seen, seen + n + batch_size))
+        seen += n
+        meta = GPT.load(tmp_path / "run").meta
+        assert (meta["sequences"], meta["tokens"]) == (seen, 32 * seen)
+
+
+def test_two_processes_go_on_like_one_with_another_batch_size(call, run, words, tmp_path):
+    begin = ["--stop_at=3", "--gradient_accumulation_steps=2", "--eval_interval=100"]
+    assert_success(call(*words, *begin))
+    shutil.copytree(tmp_path / "run", tmp_path / "two")
+    go_on = ["train.py", "--init_from=resume", "--stop_at=6", "--batch_size=3"]
+    assert_success(call(*go_on, f"--out_dir={tmp_path}/run"))
+    env = {"OMP_NUM_THREADS": "1"}
+    assert_success(run(*go_on, f"--out_dir={tmp_path}/two", processes=2, env=env))
+    one, two = (logged(tmp_path / name, "loss") for name in ("run", "two"))
+    assert len(one) == 6 and one == pytest.approx(two, rel=1e-5)
 
 
 def test_auto_starts_a_run_or_goes_on(call, words, tmp_path):
