@@ -1,7 +1,7 @@
 """Datasets, tokenizers and synthetic documents.
 
 token_files.py  token files, and how datasets are found
-dataset.py      the batches of a training run, also of several datasets, and texts to evaluate on
+dataset.py      the batches of a training run, also of several datasets
 tokenizer.py    text to token ids and back
 tasks.py        documents for the tasks of RULER, made rather than read
 texts.py        text to a dataset; prepare.py is its script
@@ -11,7 +11,7 @@ from data.dataset import (
     Dataset,
     Mixture,
     Split,
-    TextFile,
+    Text,
     find_documents,
     open_dataset,
     random_positions,

@@ -19,6 +19,7 @@ from data import texts
 from data.prepare import find_tokenizer, prepare_text
 from data.texts import prepare
 from nanolong.errors import UserError
+from nanolong.evaluation.scoring import TextFile
 
 TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
 
@@ -44,7 +45,7 @@ def test_texts_are_read_as_they_are(tmp_path, data_folder):
         assert dataset.bos == (256 if name == "bytes" else None)
         ids = [split.tokens[0].tolist() for split in (dataset.train, dataset.val)]
         assert b"".join(map(tokenizer.decode, ids)) == content
-        text = data.TextFile(tmp_path / "t.txt", tokenizer, dataset.vocab_size, dataset.bos)
+        text = TextFile(tmp_path / "t.txt", tokenizer, dataset.vocab_size, dataset.bos)
         assert tokenizer.decode(text.val.tokens[0]) == content
         # bits per byte are of the bytes of the file
         meta = json.loads((folder / "meta.json").read_text())
