@@ -57,7 +57,6 @@ from nanolong.errors import note, require, run_main
 from nanolong.evaluation import (
     comparison,
     cost,
-    curve,
     figures,
     log,
     provenance,
@@ -66,7 +65,6 @@ from nanolong.evaluation import (
     scoring,
     tables,
 )
-from nanolong.strict_json import write_lines
 
 Task = Literal["loss", "needle", "ruler"]
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
@@ -259,7 +257,7 @@ def evaluate(cfg, given, paths, writes):
     shown = comparison.over_seeds(records, arms)
     comparison.compare(shown, list(arms))
     if file:
-        write_lines(Path(file), [*records, *(record for record in shown if "seeds" in record)])
+        log.write_lines(Path(file), [*records, *(record for record in shown if "seeds" in record)])
     unequal = comparison.describe_unequal(models, arms)
     others = comparison.describe_other_tokens(records, texts, cfg.max_tokens)
     unequal += others
@@ -318,7 +316,7 @@ def plot_training(file, paths):
     """Plot the logs of run folders. Returns the exit status, 1 without matplotlib."""
     folders = {name: folder for arm in name_arms(paths).values() for name, folder in arm.items()}
     check_writable(file)
-    return 0 if curve.plot_curves(folders, file) else 1
+    return 0 if figures.plot_curves(folders, file) else 1
 
 
 def main(argv=None):

@@ -1,17 +1,20 @@
 """Datasets, tokenizers and synthetic documents.
 
 token_files.py  token files, and how datasets are found
-dataset.py      the batches of a training run, also of several datasets, and texts to evaluate on
+dataset.py      the batches of a training run, also of several datasets
 tokenizer.py    text to token ids and back
 tasks.py        documents for the tasks of RULER, made rather than read
 texts.py        text to a dataset; prepare.py is its script
 """
 
+import subprocess
+import sys
+
 from data.dataset import (
     Dataset,
     Mixture,
     Split,
-    TextFile,
+    Text,
     find_documents,
     open_dataset,
     random_positions,
@@ -34,18 +37,34 @@ from data.tokenizer import (
     same_vocabulary,
     tokenizer_from_json,
 )
+from nanolong.errors import require
 
 
 def prepare_missing(dataset):
-    """Make those of the small datasets python and shakespeare that are named and not there yet."""
+    """Make the small datasets python and shakespeare, if they are named and not there yet.
+
+    data/prepare.py does it, in a process of its own: training imports nothing that makes datasets.
+    Exits with the status of that process if it fails, after its message. Raises UserError.
+    """
     for name in {"python", "shakespeare"} & split_mixture(dataset).keys():
         if any(dataset_folder(name).glob("*.bin")):
             continue
         from filelock import FileLock
 
-        from data.texts import prepare
-
         # of runs that start together, one makes it
         with FileLock(dataset_folder(f".{name}.lock")):
             if not any(dataset_folder(name).glob("*.bin")):
-                prepare(name)
+                run_prepare(f"--dataset={name}")
+
+
+def run_prepare(setting):
+    """Run data/prepare.py, and wait for its end: see prepare_missing()."""
+    process = subprocess.Popen([sys.executable, dataset_folder("prepare.py"), setting])
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # Ctrl-C stops it, too, and it removes what is half-made
+        raise
+    require(status >= 0, f"data/prepare.py {setting} was ended by signal {-status}: start it again")
+    if status:
+        sys.exit(status)

@@ -5,7 +5,6 @@ checkpoint, and sequences do not depend on the number of processes or the size o
 """
 
 import functools
-import hashlib
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -193,7 +192,7 @@ def random_positions(config, batch_size, length, seed):
 
 
 class Text:
-    """What evaluation reads: the validation text of a Dataset, or a TextFile.
+    """What evaluation reads: the validation text of a Dataset, or a text file.
 
     It has a name, val (a Split), a tokenizer, or None, and a hash of its ids and its bytes. bos is
     put before every sequence, and separator starts a document; None if there is none. n_bytes: how
@@ -236,42 +235,6 @@ class Text:
             starts_document[:, 0] = starts_file
         n_bytes = (n_bytes - added_bytes * starts_document) * (y >= 0)
         return n_bytes if self.bytes_scale == 1 else n_bytes * self.bytes_scale
-
-
-class TextFile(Text):
-    """A text file in the tokens of a model, without a separator in it.
-
-    Raises OSError or UserError if the file cannot be read or encoded.
-    """
-
-    def __init__(self, file, tokenizer, vocab_size: int, bos: int | None):
-        self.name = str(file)
-        self.tokenizer = tokenizer
-        self.bos = bos
-        self.separator = bos
-        content = Path(file).read_bytes()
-        self.n_bytes = len(content)
-        reason = why_no_text(content, tokenizer.to_json()["kind"] == "bytes")
-        require(not reason, f"--text={file} is {reason}")
-        ids = np.array(tokenizer.encode(content.decode("utf-8", "surrogateescape")))
-        self.hash = hashlib.sha256(content + ids.tobytes()).hexdigest()[:16]
-        self.val = Split([Path(file)], vocab_size, bos, [ids])
-
-
-def why_no_text(content: bytes, allow_zeros):
-    """Say why bytes, which may be the start of a file, are no text; None if they can be."""
-    if not content:
-        return "empty: give a text"
-    # gzip, bzip2, xz, zstd, zip
-    if content.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4")):
-        return "compressed: unpack it first"
-    # by its mark, or because every second byte of most texts is 0 and no other
-    zeros = sorted(content[i:4096:2].count(0) for i in (0, 1))
-    has_mark = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-    if has_mark or zeros[0] == 0 and zeros[1] > max(4, len(content[:4096]) // 4):
-        return "UTF-16: convert it first (iconv -f UTF-16 -t UTF-8)"
-    has_zeros = b"\0" in content and not allow_zeros
-    return "not text, but has zero bytes" if has_zeros else None
 
 
 # -----------------------------------------------------------------------------

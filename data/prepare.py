@@ -12,6 +12,7 @@ last tenth of each. Of a .jsonl file the "text" of every line is a document, as 
 
 import os
 import shlex
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,4 +98,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    # as Ctrl-C, so that what is half-made is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run_main(main)

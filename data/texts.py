@@ -24,9 +24,15 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.dataset import why_no_text
 from data.token_files import dataset_folder, open_tokens, token_writer
-from data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
+from data.tokenizer import (
+    SEPARATOR,
+    ByteTokenizer,
+    CharTokenizer,
+    ImportedTokenizer,
+    byte_level_alphabet,
+    tokenizers_package,
+)
 from nanolong.errors import UserError, require
 
 SHAKESPEARE = (
@@ -139,6 +145,22 @@ def open_documents(name, path, as_bytes, allow_zeros=True):
                 raise UserError(f'JSON without a "text" in line {number}: {remedy}') from None
             stream = io.BytesIO(content) if as_bytes else io.StringIO(text, newline="")
             yield f"{name}:{number}", stream
+
+
+def why_no_text(content: bytes, allow_zeros):
+    """Say why bytes, which may be the start of a file, are no text; None if they can be."""
+    if not content:
+        return "empty: give a text"
+    # gzip, bzip2, xz, zstd, zip
+    if content.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4")):
+        return "compressed: unpack it first"
+    # by its mark, or because every second byte of most texts is 0 and no other
+    zeros = sorted(content[i:4096:2].count(0) for i in (0, 1))
+    has_mark = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if has_mark or zeros[0] == 0 and zeros[1] > max(4, len(content[:4096]) // 4):
+        return "UTF-16: convert it first (iconv -f UTF-16 -t UTF-8)"
+    has_zeros = b"\0" in content and not allow_zeros
+    return "not text, but has zero bytes" if has_zeros else None
 
 
 def read_parts(stream, bar, n=math.inf):
@@ -276,6 +298,28 @@ def make_tokenizer(name, texts, vocab_size):
         documents = texts.documents(bar)
         training = (parts for split, parts in documents if split == "train")
         return train_bpe(itertools.chain.from_iterable(training), vocab_size)
+
+
+def train_bpe(texts, vocab_size: int) -> ImportedTokenizer:
+    """Train byte-level BPE, with GPT-2's pattern, of at most vocab_size tokens.
+
+    A short text gives fewer, because a pair that occurs once is not merged.
+    """
+    tokenizers = tokenizers_package()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=sorted(byte_level_alphabet()),
+        show_progress=False,
+    )
+    # the package needs many times the memory of the longest text that it gets
+    parts = (text[i : i + (1 << 17)] for text in texts for i in range(0, len(text), 1 << 17))
+    bpe.train_from_iterator(parts, trainer)
+    return ImportedTokenizer({"tokenizer.json": bpe.to_str().encode()}, bpe.token_to_id(SEPARATOR))
 
 
 def encode_parts(tokenizer, parts):

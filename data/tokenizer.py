@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, tiktoken's encodings, and tokenizer.json, also trained here.
+"""Tokenizers: bytes, characters, tiktoken's encodings, and tokenizer.json.
 
 Every tokenizer has
 
@@ -277,28 +277,6 @@ def byte_level_alphabet():
     others = sorted(set(range(256)) - set(printable))
     characters = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
     return dict(zip(characters, printable + others, strict=True))
-
-
-def train_bpe(texts, vocab_size: int) -> ImportedTokenizer:
-    """Train byte-level BPE, with GPT-2's pattern, of at most vocab_size tokens.
-
-    A short text gives fewer, because a pair that occurs once is not merged.
-    """
-    tokenizers = tokenizers_package()
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        special_tokens=[SEPARATOR],
-        initial_alphabet=sorted(byte_level_alphabet()),
-        show_progress=False,
-    )
-    # the package needs many times the memory of the longest text that it gets
-    parts = (text[i : i + (1 << 17)] for text in texts for i in range(0, len(text), 1 << 17))
-    bpe.train_from_iterator(parts, trainer)
-    return ImportedTokenizer({"tokenizer.json": bpe.to_str().encode()}, bpe.token_to_id(SEPARATOR))
 
 
 # -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from nanolong.errors import UserError, require
 from nanolong.evaluation import intervals
-from nanolong.evaluation.curve import import_pyplot
+from nanolong.evaluation.figures import import_pyplot
 from nanolong.evaluation.tables import Table
 
 ABOUT = (

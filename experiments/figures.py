@@ -20,7 +20,7 @@ import torch
 
 from model import POSITIONS, GPTConfig
 from nanolong.errors import run_main
-from nanolong.evaluation.curve import import_pyplot
+from nanolong.evaluation.figures import import_pyplot
 from rope_scaling import METHODS
 
 LENGTH = 256  # tokens

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 import data
-from experiments.tasks import make_model
+from experiments.tasks import make_model, update_weights
 from nanolong.evaluation.loss import evaluation_mode
-from nanolong.optim import get_lr, make_optimizers, update_weights
+from nanolong.optim import get_lr, make_optimizers
 from train import TrainConfig
 
 TITLE = "Segment-level recurrence"

@@ -21,7 +21,6 @@ from torch.nn.utils.rnn import pad_sequence
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.devices import prepare_device
 from nanolong.errors import UserError
-from nanolong.optim import update_weights
 
 TITLE = "Length generalisation"
 BUDGETS = {
@@ -140,6 +139,16 @@ def take_steps(model, make_batch, optimizers, rates, device):
     if not loss.isfinite():
         raise UserError("the loss is not finite: lower the learning rate of the budget")
     model.eval()
+
+
+def update_weights(model, optimizers, learning_rate):
+    """Clip the norm of the gradients to 1, update the weights and clear the gradients."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def measure(arm):

@@ -127,16 +127,3 @@ def name_bad_gradient(model, norm):
     # a sharded one knows its part alone
     bad = [name for name, x in norms.items() if not parallel.whole(x).isfinite()]
     return f" (of {bad[0]} alone)" if len(bad) == 1 else ""
-
-
-def update_weights(model, optimizers, learning_rate):
-    """Clip the norm of the gradients to 1, update the weights and clear the gradients.
-
-    For the short trainings of experiments; train.py also watches for losses that are not finite.
-    """
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-        optimizer.zero_grad()

@@ -137,7 +137,7 @@ def print_header(batches, state):
 
 
 def report_end(GPT, cfg, stopped):
-    """Print where the run was saved; if it is complete, plot its losses and print a sample."""
+    """Print where the run was saved; if it is complete, print a sample."""
     folder = run.find_checkpoint(cfg.out_dir)
     if stopped:
         print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
@@ -149,9 +149,6 @@ def report_end(GPT, cfg, stopped):
         print(f"step {cfg.last_step} of {cfg.max_iters}: go on with {ways}")
     if not cfg.max_iters:
         return
-    from nanolong.evaluation import curve
-
-    curve.plot_finished_run(cfg.out_dir)
     meta = run.read_meta(folder)
     tokenizer = data.tokenizer_from_json(meta["tokenizer"])
     if not tokenizer:

@@ -4,7 +4,6 @@ out/rope/step-000500/model.safetensors   weights, a tied head stored once
 out/rope/step-000500/optim.safetensors   the optimizers' state, <parameter>.<moment>
 out/rope/step-000500/meta.json           settings, step, tokens, tokenizer, data hash, checksums
 out/rope/log.jsonl                       a line for each logged step and each evaluation
-out/rope/curve.png                       the losses of log.jsonl, once the run has ended
 out/.rope.lock                           names the process that writes to the folder
 
 Of several processes the first one alone writes. GPT.save() and GPT.load() are what most callers

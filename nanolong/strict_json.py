@@ -50,13 +50,3 @@ def replace_text(file, text):
     temporary = file.with_name(f".{file.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(file)
-
-
-def write_lines(file, records):
-    """Write a list as JSON, one record a line, as write_json() does; a device is written to."""
-    lines = ",\n".join(to_json(record) for record in records)
-    text = f"[\n{lines}\n]\n"
-    if file.is_file() or not file.exists():
-        replace_text(file.resolve(), text)  # of a link, what it leads to
-    else:
-        file.write_text(text, encoding="utf-8")

@@ -118,6 +118,17 @@ def test_there_is_no_import_cycle():
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
+def test_training_imports_nothing_that_only_others_need():
+    """Not even in a function: neither texts, evaluation, Hugging Face nor experiments."""
+    reached = set()
+    found = {"train"}
+    while found - reached:
+        reached |= found
+        found = set().union(*(own_imports(MODULES[name]) for name in reached))
+    others = ("data.texts", "data.prepare", "nanolong.hub", "nanolong.evaluation", "experiments")
+    assert not [name for name in reached if name.startswith(others)]
+
+
 def test_nothing_unpickles_or_evaluates_text():
     for file in MODULES.values():
         assert not imports(file) & {"pickle", "marshal", "shelve", "dill"}, file

@@ -4,13 +4,17 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import re
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import assert_refused, assert_success, content
+from conftest import ROOT, assert_refused, assert_success, content, run_python, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +23,7 @@ from data import texts
 from data.prepare import find_tokenizer, prepare_text
 from data.texts import prepare
 from nanolong.errors import UserError
+from nanolong.evaluation.scoring import TextFile
 
 TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
 
@@ -30,6 +35,25 @@ def data_folder(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setattr(data.token_files, "HERE", folder)
     return folder
+
+
+# Makes a dataset that is missing, as train.py does.
+PREPARE_MISSING = """
+import sys
+import data
+from nanolong.errors import run_main
+run_main(lambda: data.prepare_missing(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone of the repository without datasets, as far as prepare.py needs it."""
+    for package in ("data", "nanolong"):
+        (tmp_path / package).mkdir()
+        for file in (ROOT / package).glob("*.py"):
+            shutil.copy(file, tmp_path / package)
+    return tmp_path
 
 
 def test_texts_are_read_as_they_are(tmp_path, data_folder):
@@ -44,7 +68,7 @@ def test_texts_are_read_as_they_are(tmp_path, data_folder):
         assert dataset.bos == (256 if name == "bytes" else None)
         ids = [split.tokens[0].tolist() for split in (dataset.train, dataset.val)]
         assert b"".join(map(tokenizer.decode, ids)) == content
-        text = data.TextFile(tmp_path / "t.txt", tokenizer, dataset.vocab_size, dataset.bos)
+        text = TextFile(tmp_path / "t.txt", tokenizer, dataset.vocab_size, dataset.bos)
         assert tokenizer.decode(text.val.tokens[0]) == content
         # bits per byte are of the bytes of the file
         meta = json.loads((folder / "meta.json").read_text())
@@ -282,11 +306,16 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path, data_folder, monkeypat
     assert not list(data_folder.iterdir())
 
 
-def test_the_standard_library_is_a_dataset(data_folder):
-    with ThreadPoolExecutor() as pool:  # of two runs that start together, one makes it
-        list(pool.map(data.prepare_missing, ("python", "python")))
-    dataset = data.Dataset(data_folder / "python")
-    meta = json.loads((data_folder / "python" / "meta.json").read_text())
+def test_of_two_runs_that_start_together_one_makes_the_standard_library(clone):
+    command = [sys.executable, "-c", PREPARE_MISSING, "python"]
+    options = {"cwd": clone, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(command, **options) for _ in range(2)]
+    printed = sorted(process.communicate()[0] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], printed
+    assert not printed[0] and "training and" in printed[1]
+    folder = clone / "data/python"
+    dataset = data.Dataset(folder)
+    meta = json.loads((folder / "meta.json").read_text())
     assert 5e6 < meta["tokens"]["train"] < 2e7
     assert 3e5 < meta["tokens"]["val"]
     assert meta["files"] >= 180
@@ -295,6 +324,29 @@ def test_the_standard_library_is_a_dataset(data_folder):
     assert train[0] == val[0] == dataset.bos == 256
     text = b"".join(tokens[tokens < 256].astype(np.uint8).tobytes() for tokens in (train, val))
     assert b"class ArgumentParser" in text
+
+
+def test_a_missing_dataset_that_cannot_be_made_is_one_error(clone):
+    (clone / "data/shakespeare.txt").write_text(TEXT)
+    done = run_python(PREPARE_MISSING, "shakespeare", cwd=clone)
+    assert_refused(done, "SHA-256", "remove it and try again")
+    assert not (clone / "data/shakespeare").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no process groups of signals")
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_a_signal_leaves_no_half_made_dataset(number, status, clone):
+    before = {*(clone / "data").iterdir()}
+    command = [sys.executable, "-c", PREPARE_MISSING, "python"]
+    # its own process group, as a terminal starts it
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=clone, start_new_session=True, **options)
+    wait_for(lambda: [*clone.glob("data/.tmp-*/python/train.bin")], process)
+    os.killpg(process.pid, number)
+    printed, _ = process.communicate()  # until the last process of the group has ended
+    assert process.returncode == status and not printed
+    left = {file.name for file in {*(clone / "data").iterdir()} - before}
+    assert left <= {"__pycache__", ".python.lock"}
 
 
 # -----------------------------------------------------------------------------

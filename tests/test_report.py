@@ -7,7 +7,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from conftest import TINY, assert_success, logged
+from conftest import assert_success
 from matplotlib.figure import Figure
 
 from nanolong.evaluation import figures, report
@@ -269,18 +269,3 @@ def test_the_curves_are_the_losses_of_the_logs(call, saved_axes, tmp_path):
         str(second): ([5], [6.0]),
         f"{second}, validation": ([], []),
     }
-
-
-def test_a_finished_run_and_its_extension_are_plotted(call, text_data, saved_axes, tmp_path):
-    words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
-    assert "curve.png" not in assert_success(call(*words, "--max_iters=0")).stdout
-    done = assert_success(call(*words, "--max_iters=4", "--init_from=resume"))
-    assert f"wrote {tmp_path}/run/curve.png" in done.stdout
-    extended = tmp_path / "extended"
-    small = ["--factor=2", "--max_iters=2", "--eval_iters=1", "--max_tokens=512"]
-    small += ["--log_interval=1", f"--out_dir={extended}"]
-    assert_success(call("extend.py", tmp_path / "run", *small))
-    for run in (tmp_path / "run", extended):
-        lines = lines_of(saved_axes[str(run / "curve.png")])
-        assert lines[run.name][1] == logged(run, "loss")
-        assert lines[f"{run.name}, validation"][1] == logged(run, "val_loss")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from data.tokenizer import train_bpe
+from data.texts import train_bpe
 from nanolong.errors import UserError
 
 TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
@@ -118,7 +118,7 @@ def test_bpe_is_the_same_in_every_process():
     """Whatever the order of hashing, and the number of threads."""
     code = (
         "import argparse, ast, inspect\n"
-        "from data.tokenizer import train_bpe\n"
+        "from data.texts import train_bpe\n"
         "texts = [inspect.getsource(module) for module in (argparse, ast)]\n"
         "print(train_bpe(texts, 600).text, end='')\n"
     )

@@ -1,14 +1,28 @@
-"""Figures of measurements by matplotlib: PNG files, and SVG for the report."""
+"""Figures by matplotlib: measurements (PNG, SVG for the report), and the losses of a log."""
 
 import io
 import math
 
 import numpy as np
 
-from nanolong.evaluation.curve import import_pyplot
+from nanolong import run
+from nanolong.errors import require
 from nanolong.evaluation.tables import select, unique
 
 MARKERS = "os^Dv*P"
+
+
+def import_pyplot(file):
+    """Return matplotlib's pyplot, which writes to files; without matplotlib say so, return None."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"note: {file} is not written: install matplotlib (pip install matplotlib)")
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def new_figure(file, n, n_columns, panel, title, note):
@@ -113,3 +127,36 @@ def heatmap_figure(file, records, title="", note=""):
 
 def prompt_label(record):
     return record["kind"] if record["depth"] is None else f"depth {record['depth']:g}"
+
+
+def read_losses(folder, name):
+    """Return the steps of a run that have logged a number of this name, and the numbers."""
+    rows = {row["step"]: row[name] for row in run.read_log(folder) if name in row}
+    rows = {step: value for step, value in rows.items() if isinstance(value, int | float)}
+    return list(rows), list(rows.values())
+
+
+def plot_curves(runs, file):
+    """Write a PNG of the losses of runs by step: training is a line, validation is marked.
+
+    runs: name -> run folder. Returns whether the file was written.
+    """
+    logs = {name: read_losses(folder, "loss") for name, folder in runs.items()}
+    for name, (steps, _) in logs.items():
+        require(steps, f"{runs[name]} has logged no training step: name runs that have logged one")
+    plt = import_pyplot(file)
+    if plt is None:
+        return False
+    figure, axis = plt.subplots(figsize=(7, 4.4), dpi=120, layout="constrained")
+    for number, (name, log) in enumerate(logs.items()):
+        style = {"color": f"C{number % 10}"}
+        axis.plot(*log, linewidth=0.9, alpha=0.6, label=name, **style)
+        validation = read_losses(runs[name], "val_loss")
+        axis.plot(*validation, marker="o", markersize=4, label=f"{name}, validation", **style)
+    axis.set(xlabel="step", ylabel="loss (nats per token)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(file)
+    plt.close(figure)
+    print(f"wrote {file}")
+    return True

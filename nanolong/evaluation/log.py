@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from nanolong.errors import UserError, note, require
 from nanolong.parallel import broadcast
-from nanolong.strict_json import to_json, write_lines
+from nanolong.strict_json import replace_text, to_json
 
 TASKS = {"loss", "needle", "ruler", "cost"}
 
@@ -90,6 +90,16 @@ def measure(cells, models, origins, facts, file):
             if Path(file).is_file() or not Path(file).exists():  # no device
                 write_lines(Path(file), [r for key in keys for r in found.get(key, [])])
     return [record for key in keys for record in found[key]]
+
+
+def write_lines(file, records):
+    """Write a list as JSON, one record a line, as write_json() does; a device is written to."""
+    lines = ",\n".join(to_json(record) for record in records)
+    text = f"[\n{lines}\n]\n"
+    if file.is_file() or not file.exists():
+        replace_text(file.resolve(), text)  # of a link, what it leads to
+    else:
+        file.write_text(text, encoding="utf-8")
 
 
 def find_saved(keys, saved):

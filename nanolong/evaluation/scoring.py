@@ -8,9 +8,11 @@ from functools import cache, partial
 from itertools import pairwise, product
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from data import Dataset, TextFile, split_mixture, tokenizer_from_json
+from data import Dataset, Split, Text, split_mixture, tokenizer_from_json
+from data.texts import why_no_text
 from nanolong import devices
 from nanolong.errors import UserError, note, require
 from nanolong.evaluation import intervals, loss
@@ -52,6 +54,26 @@ def name_of_text(name, folder):
     problem = f"{name} is a mixture of datasets, and one is scored: give {choices}"
     require(len(sources) == 1, problem)
     return sources[0]
+
+
+class TextFile(Text):
+    """A text file in the tokens of a model, without a separator in it.
+
+    Raises OSError or UserError if the file cannot be read or encoded.
+    """
+
+    def __init__(self, file, tokenizer, vocab_size: int, bos: int | None):
+        self.name = str(file)
+        self.tokenizer = tokenizer
+        self.bos = bos
+        self.separator = bos
+        content = Path(file).read_bytes()
+        self.n_bytes = len(content)
+        reason = why_no_text(content, tokenizer.to_json()["kind"] == "bytes")
+        require(not reason, f"--text={file} is {reason}")
+        ids = np.array(tokenizer.encode(content.decode("utf-8", "surrogateescape")))
+        self.hash = hashlib.sha256(content + ids.tobytes()).hexdigest()[:16]
+        self.val = Split([Path(file)], vocab_size, bos, [ids])
 
 
 def read_text(model, folder, file):
