@@ -7,9 +7,8 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, main. At most 480 lines. Sequences are a function of (seed, their number in the run), so a run
-is the same on any number of processes, one that was stopped resumes with the same bits, and another
-batch size goes on where the last one stopped.
+loop, main. At most 485 lines. A sequence is a function of (seed, its number in the run), so a run
+is the same on any number of processes, and one that was stopped resumes with the same bits.
 """
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
@@ -161,11 +160,9 @@ class Batches:
         self.ready = self.read(self.first)
 
     def read(self, first):
-        """The micro-batch that starts at sequence `first`: arguments of the model by name, the
-        number of scored tokens, and the seed of dropout and of random positions.
-        """
+        """A micro-batch: arguments of the model by name, its scored tokens, and its seed."""
         cfg = self.cfg
-        seed = ((cfg.seed << 40) + first) % (1 << 63)
+        seed = ((cfg.seed << 40) + first) % (1 << 63)  # of dropout, and of random positions
         parts = self.dataset.batch(
             first, cfg.batch_size, self.train_length, cfg.seed, self.max_position, self.tasks
         )

@@ -1,6 +1,6 @@
 """The lines that each part of a checkout, by default this one, has and may have: make lines.
 
-Density: nodes of the syntax tree a line of code, lines of comment per 100; (that of 3955a76).
+Density: nodes of the syntax tree a line of code, lines of comment per 100; (at 7ad6d1d).
 """
 
 import ast
@@ -11,18 +11,18 @@ from pathlib import Path
 
 ROOT = Path(sys.argv[1] if sys.argv[1:] else Path(__file__).parent.parent).resolve()
 SCRIPTS = "model.py rope_scaling.py train.py extend.py sample.py evaluate.py hf.py"
-LIMITS = dict(zip(SCRIPTS.split(), (950, 400, 400, 260, 140, 360, 80), strict=True))
-# part -> files and patterns, the most lines, the density of commit 3955a76
+LIMITS = dict(zip(SCRIPTS.split(), (1250, 440, 450, 350, 130, 360, 110), strict=True))
+# part -> files and patterns, the most lines, the density of commit 7ad6d1d
 PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
-    "scripts": (SCRIPTS, 2600, "(10.7, 8.2)"),
-    "kernels/": ("kernels/**/*.py kernels/README.md", 2250, "(14.3, 7.6)"),
-    "data/": ("data/**/*.py", 1250, "(10.2, 5.3)"),
-    "nanolong/": ("nanolong/**/*.py", 4500, "(9.6, 4.9)"),
+    "scripts": (SCRIPTS, 3050, "(11.2, 8.9)"),
+    "kernels/": ("kernels/**/*.py kernels/README.md", 2450, "(15.1, 7.9)"),
+    "data/": ("data/**/*.py", 1700, "(10.7, 6.0)"),
+    "nanolong/": ("nanolong/**/*.py", 6200, "(10.7, 5.3)"),
     "its HTML, JavaScript": ("nanolong/**/*.html nanolong/**/*.js", 0, ""),
-    "product, Python": (f"{SCRIPTS} kernels/**/*.py data/**/*.py nanolong/**/*.py", 10700, ""),
-    "experiments/": ("experiments/**/*.py", 3200, "(10.1, 3.6)"),
-    "examples/": ("examples/**/*.py", 600, ""),
-    "tests/": ("tests/**/*.py", 13000, "(10.7, 3.2)"),
+    "product, Python": (f"{SCRIPTS} kernels/**/*.py data/**/*.py nanolong/**/*.py", 13400, "(11.7, 6.7)"),
+    "experiments/": ("experiments/**/*.py", 3500, "(12.0, 3.5)"),
+    "examples/": ("examples/**/*.py", 600, "(13.2, 5.9)"),
+    "tests/": ("tests/**/*.py", 12000, "(11.9, 3.6)"),
 }
 
 
@@ -56,4 +56,4 @@ def print_row(part, files, limit, before=""):
 print(f"{'':20} {'lines':>7} {'most':>7}   density")
 for part, (patterns, limit, before) in PARTS.items():
     print_row(part, [f for p in patterns.split() for f in ROOT.glob(p)], limit, before)
-print_row("train.py reaches", find_imported("train", []), 6500)
+print_row("train.py reaches", find_imported("train", []), 7400, "(12.2, 6.4)")
