@@ -19,7 +19,11 @@ PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
     "data/": ("data/**/*.py", 1700, "(10.7, 6.0)"),
     "nanolong/": ("nanolong/**/*.py", 6200, "(10.7, 5.3)"),
     "its HTML, JavaScript": ("nanolong/**/*.html nanolong/**/*.js", 0, ""),
-    "product, Python": (f"{SCRIPTS} kernels/**/*.py data/**/*.py nanolong/**/*.py", 13400, "(11.7, 6.7)"),
+    "product, Python": (
+        f"{SCRIPTS} kernels/**/*.py data/**/*.py nanolong/**/*.py",
+        13400,
+        "(11.7, 6.7)",
+    ),
     "experiments/": ("experiments/**/*.py", 3500, "(12.0, 3.5)"),
     "examples/": ("examples/**/*.py", 600, "(13.2, 5.9)"),
     "tests/": ("tests/**/*.py", 12000, "(11.9, 3.6)"),
