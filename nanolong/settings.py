@@ -27,7 +27,6 @@ import tomllib
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from nanolong.errors import UserError, require
@@ -35,7 +34,7 @@ from nanolong.errors import UserError, require
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 HIDDEN = ("GPTConfig.vocab_size", "GPTConfig.extension")  # the dataset and GPT.extend() set these
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-MOST = 2**53  # whole numbers are below it
+LIMITS = {int: 2**53, float: math.inf}  # numbers are below
 KINDS = {
     bool: "true or false",
     int: "a whole number from 0 on, below 2^53",
@@ -51,13 +50,14 @@ def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
     the type Sequence may be given several times.
 
     paths: what other words are, for --help; None: there are none. defaults: a function (values by
-    name, other words) -> values that stand in for the dataclasses' defaults, such as those of a run
-    to resume. unlisted: names of dataclasses that --help leaves out.
+    name, other words) -> values that stand in for the dataclasses' defaults, such as a resumed
+    run's. unlisted: names of dataclasses that --help leaves out.
 
     Returns an object with the instances, `given`, the set of names that were set, and `paths`, the
     other words.
     """
-    hints = {name: hint for cls in classes.values() for name, hint in settings_of(cls).items()}
+    known = {name: settings_of(cls) for name, cls in classes.items()}
+    hints = {name: row[0] for rows in known.values() for name, row in rows.items()}
     words = list(sys.argv[1:] if argv is None else map(str, argv))
     if {"--help", "-h"} & set(words):
         listed = [cls for name, cls in classes.items() if name not in unlisted]
@@ -81,16 +81,9 @@ def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
     values = {name: convert(name, values[name], hints) for name in values.keys() & hints} | given
     args = types.SimpleNamespace(given=set(given), paths=others)
     for name, cls in classes.items():
-        own = {setting: values[setting] for setting in settings_of(cls) if setting in values}
-        setattr(args, name, cls(**own))
+        own = values.keys() & known[name]
+        setattr(args, name, cls(**{setting: values[setting] for setting in own}))
     return args
-
-
-def settings_of(cls):
-    """Name -> type of the settings of a dataclass."""
-    hints = typing.get_type_hints(cls)
-    names = [field.name for field in fields(cls)]
-    return {name: hints[name] for name in names if f"{cls.__name__}.{name}" not in HIDDEN}
 
 
 def read_flag(word, following, hints):
@@ -98,8 +91,9 @@ def read_flag(word, following, hints):
     name, equals, value = word[2:].partition("=")
     name = name.replace("-", "_")
     if not equals:
-        is_bool = without_none(hints.get(name)) is bool
-        takes_next = following and (not is_bool or following[0].lower() in BOOLS)
+        is_bool = hints.get(name) in (bool, bool | None)
+        is_value = following and not following[0].startswith("--")
+        takes_next = is_value and (not is_bool or following[0].lower() in BOOLS)
         require(is_bool or takes_next or name not in hints, f"--{name} has no value: give one")
         value = following.pop(0) if takes_next and name in hints else "true"
     return name, convert(name, value, hints, f"--{name}={value:.60}")
@@ -129,66 +123,48 @@ def convert(name, value, hints, where="the earlier run"):
         similar = difflib.get_close_matches(name, hints, 1)
         advice = f"did you mean --{similar[0]}?" if similar else "--help lists them all"
         raise UserError(f"there is no setting {name!r} ({where}): {advice}")
-    kind = without_none(hints[name])
-    if kind is not hints[name] and str(value).lower() in ("none", "auto"):
-        return None
-    if typing.get_origin(kind) is Sequence:
+    kind = hints[name]
+    if isinstance(kind, types.UnionType):  # T | None
+        kind = typing.get_args(kind)[0]
+        if str(value).lower() in ("none", "auto"):
+            return None
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Sequence:
         return (value,) if isinstance(value, str) else tuple(value)
-    if typing.get_origin(kind) is tuple:
-        items = value.split(",") if isinstance(value, str) else value
-        items = items if isinstance(items, list | tuple) else [items]
-        each = {name: typing.get_args(kind)[0]}
-        items = [item.strip() if isinstance(item, str) else item for item in items]
+    if origin is tuple:
+        items = value
+        if not isinstance(value, list | tuple):
+            items = [item.strip() for item in str(value).split(",")]
         try:
-            return tuple(convert(name, item, each, where) for item in items if item != "")
+            items = [convert(name, x, {name: arguments[0]}, where) for x in items if x != ""]
         except UserError as error:
             raise UserError(f"{error}, or several, as in --{name}=1,2,3") from None
-    if typing.get_origin(kind) is typing.Literal:
-        choices = typing.get_args(kind)
-        require(value in choices, f"{where}: {name} is one of {', '.join(choices)}")
+        return tuple(items)
+    if origin is typing.Literal:
+        require(value in arguments, f"{where}: {name} is one of {', '.join(arguments)}")
+        return value
+    if kind is str and isinstance(value, str):
         return value
     try:
-        return convert_scalar(value, kind)
+        if kind is bool:
+            return BOOLS[str(value).lower()]
+        number = kind(float(value))  # 1e3 and 10_000 are whole numbers, too
+        if not isinstance(value, bool) and 0 <= number < LIMITS[kind] and number == float(value):
+            return number
     except (ValueError, TypeError, KeyError, OverflowError):
-        raise UserError(f"{where}: {name} must be {KINDS[kind]}") from None
-
-
-def convert_scalar(value, kind):
-    """Convert to bool, int, float or str. Raises ValueError, TypeError, KeyError, OverflowError."""
-    if kind is bool:
-        return BOOLS[str(value).lower()]
-    if isinstance(value, bool) or kind is str and not isinstance(value, str):
-        raise TypeError
-    if kind is str:
-        return value
-    number = float(value)  # 1e3 and 10_000 are whole numbers, too
-    most = math.inf if kind is float else MOST
-    if not 0 <= number < most or kind(number) != number:
-        raise ValueError
-    return kind(number)
-
-
-def without_none(hint):
-    """The T of a type hint T | None; other hints are returned as they are."""
-    return typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
-
-
-# -----------------------------------------------------------------------------
-# --help
+        pass
+    raise UserError(f"{where}: {name} must be {KINDS[kind]}")
 
 
 def help_of(classes, paths=None):
     """The text of --help: the script's docstring, and a line for each setting, in groups."""
     groups = {}
     for cls in classes:
-        hints = settings_of(cls)
-        for name, (group, comment) in comments_of(cls).items():
-            if name in hints:
-                is_choice = typing.get_origin(hints[name]) is typing.Literal
-                choices = "|".join(typing.get_args(hints[name])) if is_choice else ""
-                setting = f"--{name}={format_value(getattr(cls, name))}"
-                line = f"  {setting:<36} {'; '.join(filter(None, (choices, comment)))}"
-                groups.setdefault(group, []).extend(wrap(line))
+        for name, (hint, group, comment) in settings_of(cls).items():
+            if typing.get_origin(hint) is typing.Literal:
+                comment = "|".join(typing.get_args(hint)) + f"; {comment}".rstrip("; ")
+            setting = f"--{name}={format_value(getattr(cls, name))}"
+            groups.setdefault(group, []).extend(wrap(f"  {setting:<36} {comment}"))
     lines = [(sys.modules["__main__"].__doc__ or "").strip()]
     for group, entries in groups.items():
         lines += ["", f"{group}:", *entries]
@@ -198,13 +174,15 @@ def help_of(classes, paths=None):
     return "\n".join(lines)
 
 
-def comments_of(cls):
-    """Setting -> (group, comment) of a dataclass, and of those that it derives from.
+def settings_of(cls):
+    """Name -> (type, group, comment) of the settings of a dataclass, its own before its bases'.
 
     The comment of a setting is on its line, or directly above it.
     """
+    hints = typing.get_type_hints(cls)
     found, group, above = {}, "settings", []
-    for line in map(str.strip, inspect.getsource(cls).splitlines()):
+    for line in "\n".join(map(inspect.getsource, cls.__mro__[:-1])).splitlines():
+        line = line.strip()
         setting = re.match(r"(\w+): .* = .*?(?:  # (.*))?$", line)
         if line.startswith("# ["):
             group, above = line[3:-1], []
@@ -212,11 +190,9 @@ def comments_of(cls):
             above.append(line[2:])
         elif setting:
             name, comment = setting.groups()
-            found[name] = (group, comment or " ".join(above))
+            if name in hints and f"{cls.__name__}.{name}" not in HIDDEN:
+                found.setdefault(name, (hints[name], group, comment or " ".join(above)))
             above = []
-    for base in cls.__bases__:
-        if base is not object:
-            found |= {name: x for name, x in comments_of(base).items() if name not in found}
     return found
 
 

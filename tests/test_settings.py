@@ -86,6 +86,7 @@ def test_presets_stack_flags_win_and_defaults_come_last(tmp_path):
         ("--silent=perhaps", "true or false"),
         ("--kind=oval", "kind is one of round, square"),
         ("--width", "--width has no value"),
+        ("--width --silent", "--width has no value"),
     ],
 )
 def test_what_is_no_setting_or_value_is_refused(words, message):
