@@ -86,7 +86,7 @@ class TrainConfig:
 
     @property
     def last_step(self):
-        """The step after which this command ends; the schedule is that of max_iters."""
+        """The step after which this command ends; the schedule ends at max_iters."""
         return self.stop_at or self.max_iters
 
     @property
@@ -266,8 +266,8 @@ def forward_backward(forward, batches, state):
 def update(optimizers, grads, grad_norm, to_mean, state, cfg):
     """Clip the gradients, update the weights and clear the gradients.
 
-    to_mean: the factor that makes the gradients those of the mean loss; grad_norm: their norm after
-    that factor, and before clipping.
+    to_mean: factor that turns the gradients into the mean loss's; grad_norm: their norm after that
+    factor, and before clipping.
     """
     if math.isfinite(grad_norm):
         clip = min(1.0, cfg.grad_clip / (grad_norm + 1e-6)) if cfg.grad_clip else 1.0
@@ -416,7 +416,7 @@ def restore_state(model, cfg, train_length):
 
 
 def run_defaults(given, paths):
-    """The defaults that settings.parse() asks for: the run folder, and those of another run."""
+    """The defaults that settings.parse() asks for: the run folder, and another run's settings."""
     entries = [Path(file).stem for file in given.get("entry", ())]
     pos = given.get("pos") or (entries[-1] if entries else GPTConfig.pos)
     init_from = given.get("init_from", "scratch")
@@ -432,7 +432,7 @@ def run_defaults(given, paths):
 
 
 def make_model(args):
-    """The model to train: a new one, or that of a checkpoint. Raises UserError."""
+    """The model to train: a new one, or a checkpoint's. Raises UserError."""
     cfg, config = args.cfg, args.model_config
     is_first = parallel.rank_and_world()[0] == 0
     if is_first:

@@ -243,7 +243,7 @@ class Text:
 
 class Dataset(Text):
     """A dataset by name or path: a Text, with train, a Split, and vocab_size, which may be larger
-    than the tokenizer's. sources and fractions are those of a Mixture, or this one.
+    than the tokenizer's. sources and fractions: a Mixture's, or this one.
 
     bos=True or False overrides what the dataset has by default.
     """
@@ -408,7 +408,7 @@ class Mixture(Dataset):
 
     Sequence i of a run is sequence i of one of them, which (seed, i) chooses, each with its
     probability: within an epoch of a dataset none is read twice. train and val have all their
-    files; hash is those of the sources, with commas.
+    files; hash is the sources' hashes, with commas.
     """
 
     def __init__(self, name, fractions, bos=None):
@@ -425,7 +425,7 @@ class Mixture(Dataset):
             one, two = (f"{x.separator} and {x.bos}" for x in (first, other))
             require(
                 one == two,
-                f"documents and sequences of {first.name} start with tokens {one}, those of "
+                f"documents and sequences of {first.name} start with tokens {one}, and of "
                 f"{other.name} with {two}: prepare both with the same --tokenizer, or give --bos",
             )
         self.select()

@@ -54,7 +54,7 @@ CUTS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=\S\n)(?=\S)|(?<=[。，、])(?=\w)"
 def prepare(dataset, name="", shards=10, **options):
     """Make python, shakespeare or fineweb10B: data/<name or dataset>, which is returned.
 
-    shards: of fineweb10B. options: those of build(), for the others. Raises UserError.
+    shards: number of fineweb10B's shards. options: build()'s, for the others. Raises UserError.
     """
     known = ("python", "shakespeare", "fineweb10B")
     remedy = f"choose {', '.join(known)}, or give a file or folder of text"

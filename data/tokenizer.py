@@ -134,7 +134,7 @@ class ImportedTokenizer(Tokenizer):
     """A tokenizer.json, and the other tokenizer files that a model came with.
 
     files: name -> content; one is tokenizer.json. bos, eos: their ids. vocab_size: the model's, by
-    default that of the file.
+    default the file's.
     """
 
     def __init__(self, files: dict[str, bytes], bos=None, eos=None, vocab_size=None):

@@ -65,7 +65,7 @@ logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def selective_checkpoint(block):
-    """Wrap block(*args) so that of its activations only the results of attention are kept.
+    """Wrap block(*args) so that only the results of attention are kept of its activations.
 
     These are its arguments and attention's output and log-sum-exp, whichever kernel computes them.
     The backward pass recomputes the rest, with the same dropout. If attention is written out in

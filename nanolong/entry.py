@@ -112,7 +112,7 @@ def relative_fits(relative, n, H, D):
 
 
 def hash_sources(entry=()):
-    """Hash the files of this project that a run executes, and those of --entry: 16 digits."""
+    """Hash the files of this project that a run executes, and the files of --entry: 16 digits."""
     files = [file for pattern in SOURCES for file in sorted(ROOT.glob(pattern))]
     digest = hashlib.sha256()
     for file in [*files, *map(Path, entry)]:

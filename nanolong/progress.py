@@ -33,7 +33,7 @@ class Progress:
         self.rank, self.world = parallel.rank_and_world()
         self.device = batches.device
         self.flops = devices.flops_per_token(batches.model, batches.train_length)
-        self.first_step = state.step + 1  # it may compile: its speed is not that of the others
+        self.first_step = state.step + 1  # it may compile, so its speed does not count
         self.start_clock(state)
         hidden = self.rank > 0 or no_terminal()
         self.bar = tqdm(total=cfg.last_step, initial=state.step, unit="step", disable=hidden)
