@@ -425,8 +425,8 @@ class Mixture(Dataset):
             one, two = (f"{x.separator} and {x.bos}" for x in (first, other))
             require(
                 one == two,
-                f"documents and sequences of {first.name} start with tokens {one}, and of "
-                f"{other.name} with {two}: prepare both with the same --tokenizer, or give --bos",
+                f"documents and sequences of {first.name} start with tokens {one}, "
+                f"{other.name}'s with {two}: prepare both with the same --tokenizer, or give --bos",
             )
         self.select()
         self.val = join([source.val for source in self.sources])

@@ -161,7 +161,7 @@ def test_a_mixture_is_recorded_and_goes_on_with_other_fractions_but_not_with_oth
         ("short:0.5,a/short:0.5", "has two folders of the same name"),
         ("wider:0.5,short:0.5", "short has a vocabulary of 257 and wider one of 300"),
         ("letters:0.5,short:0.5", "dataset short has other tokens than letters"),
-        ("unmarked:0.5,short:0.5", "start with tokens None and None, those of short with 256"),
+        ("unmarked:0.5,short:0.5", "start with tokens None and None, short's with 256"),
         ("brief:0.5,short:0.5", "brief/train.bin holds 5 tokens, too few"),
     ],
 )
