@@ -236,7 +236,7 @@ def extend_model(model, cfg):
         run.check_settings(model.folder, saved, vars(cfg), LORA)
     else:
         pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
-    inherited = ("bos", "tokenizer", "dataset", "data_hash", "code", "family")
+    inherited = ("bos", "tokenizer", "dataset", "data_hash", "family")
     model.meta = {
         "parent": str(model.folder),
         "pretraining_tokens": pretraining_tokens,

@@ -14,7 +14,6 @@ want.
 import contextlib
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import math
@@ -24,6 +23,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -32,10 +32,10 @@ from pathlib import Path
 import torch
 
 from nanolong import entry, lora, optim, parallel
-from nanolong.errors import UserError, note, require
+from nanolong.errors import UserError, require
 from nanolong.strict_json import from_json, replace_text, to_json
 
-FORMAT = 3  # of checkpoints, in meta.json
+FORMAT = 4  # of checkpoints, in meta.json
 
 # -----------------------------------------------------------------------------
 # Writing a checkpoint.
@@ -63,7 +63,6 @@ def save_step(model, optimizers, cfg, dataset, **state):
             data_hash=dataset.hash,
             bos=dataset.bos,
             tokenizer=model.meta.get("tokenizer") or tokenizer,
-            code=hash_code(model),
         )
         prune(cfg.out_dir)
     parallel.barrier()
@@ -78,7 +77,7 @@ def save_model(model, folder, dtype=torch.float32, tensors=None, **meta):
     """
     tensors = {"model": lora.merged_weights(model), **(tensors or {})}
     tensors["model"] = {name: x.detach().to(dtype) for name, x in tensors["model"].items()}
-    meta = {"code": hash_code(model), **model.meta, **meta, "config": asdict(model.config)}
+    meta = {**model.meta, **meta, "config": asdict(model.config)}
     write_checkpoint(folder, tensors, meta)
 
 
@@ -94,7 +93,8 @@ def write_checkpoint(folder, tensors, meta):
     require(not folder.exists(), f"{folder} exists already: remove it, or save elsewhere")
     tmp = folder.parent / f".tmp-{folder.name}"
     shutil.rmtree(tmp, ignore_errors=True)
-    meta = {**meta, "format": FORMAT, "torch": torch.__version__, "checksums": {}}
+    versions = {"format": FORMAT, "torch": torch.__version__, "commit": current_commit()}
+    meta = {**meta, **versions, "checksums": {}}
     try:
         tmp.mkdir(parents=True)
         for stem, part in tensors.items():
@@ -144,18 +144,23 @@ def sync(path):
 
 
 @functools.cache
-def hash_model_file(file):
-    return sha256(file)[:16]
+def current_commit():
+    """The commit of the checkout, and whether its code has changed since."""
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    if git("status", "--porcelain", "--untracked-files=no", "--", "*.py"):
+        commit += " with changes"
+    return commit
 
 
-def hash_code(model):
-    """Hash the files that define a model, model.py and that of --entry: {name: 16 digits}."""
-    # not of type(model), which FSDP replaces
-    code = {"model.py": hash_model_file(inspect.getsourcefile(type(model.config)))}
-    if type(model.pos) in entry.loaded:
-        file, text = entry.loaded[type(model.pos)]
-        code[file] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return code
+def git(*words):
+    """The output of a git command in the project's folder, or "" if it fails."""
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=entry.ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
 
 
 # -----------------------------------------------------------------------------
@@ -295,16 +300,18 @@ def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
         f"{folder} has the settings {', '.join(sorted(unknown))}, which this version lacks: use "
         "the version that trained it",
     )
-    entries = [file for file in meta["code"] if file != "model.py"] or ["FILE.py"]
+    pos = settings["pos"]
+    entries = (meta.get("train") or {}).get("entry", ())
+    # a scheme has the name of its file
+    entry_file = next((file for file in entries if Path(file).stem == pos), "FILE.py")
     require(
-        settings["pos"] in GPT.schemes,
-        f"{folder} was trained with --pos={settings['pos']}, which is not in model.py: give "
-        f"--entry={shlex.quote(entries[0])}",
+        pos in GPT.schemes,
+        f"{folder} was trained with --pos={pos}, which is not in model.py: give "
+        f"--entry={shlex.quote(entry_file)}",
     )
     model = parallel.build_without_weights(GPT, GPT.config_class(**settings))
     model.meta = meta
     model.folder = folder
-    note_other_code(folder, tuple(meta["code"].items()), tuple(hash_code(model).items()))
     if weights:
         load_weights(model, read_tensors(folder, "model", meta), dtype)
     return model.eval()
@@ -331,15 +338,6 @@ def load_weights(model, tensors, dtype):
     if model.config.tie_embeddings:
         model.head.weight = model.embed.weight
     entry.check_scheme(model)
-
-
-@functools.cache  # once for each checkpoint
-def note_other_code(folder, trained_with, now):
-    """Print a note if the files of the model have changed since its weights were trained."""
-    trained_with, now = ({Path(file).name: x for file, x in code} for code in (trained_with, now))
-    changed = [name for name in now if trained_with.get(name, now[name]) != now[name]]
-    if changed:
-        note(f"{' and '.join(changed)} changed since {folder} was trained: it may be another model")
 
 
 def optimizer_tensors(model, optimizers):

@@ -21,7 +21,7 @@ from process_cases import cases, train_case
 from safetensors.torch import load_file
 
 from model import GPT, POSITIONS
-from nanolong.run import list_steps, read_meta
+from nanolong.run import list_steps
 
 slow = pytest.mark.slow
 DDP, FSDP, PARTS = {}, {"parallel": "fsdp"}, {"sequence_parallel": 2}
@@ -87,8 +87,6 @@ def test_training_is_that_of_one_process(processes, models, settings, case, run,
             assert len(logged(one, name)) >= 3
             assert logged(several, name) == pytest.approx(logged(one, name), abs=limit), name
         assert logged(several, "tokens") == logged(one, "tokens")
-        # FSDP gives the model another class, whose file is not model.py
-        assert read_meta(newest(several))["code"] == read_meta(newest(one))["code"]
         for file in ("model.safetensors", "optim.safetensors"):
             a, b = (load_file(newest(folder) / file) for folder in (one, several))
             assert {name: (x.shape, x.dtype) for name, x in a.items()} == {

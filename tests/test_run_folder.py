@@ -111,7 +111,7 @@ def test_what_cannot_be_read_here_is_refused(folder, monkeypatch):
     meta = json.loads(file.read_text())
     for change, message in (
         ({"config": {**meta["config"], "window": 5}}, "damaged"),
-        ({"format": 2}, "has format 2, and this version reads 3"),
+        ({"format": 3}, "has format 3, and this version reads 4"),
     ):
         file.write_text(json.dumps({**meta, **change}))
         with pytest.raises(UserError, match=message):
