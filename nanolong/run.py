@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from nanolong import entry, lora, optim, parallel
+from nanolong import entry, optim, parallel
 from nanolong.errors import UserError, require
 from nanolong.strict_json import from_json, replace_text, to_json
 
@@ -47,8 +47,7 @@ def save_step(model, optimizers, cfg, dataset, **state):
     Processes wait for each other. cfg: a TrainConfig; state: step, tokens and what else is to be
     restored.
     """
-    weights, moments = lora.merged_weights(model), optimizer_tensors(model, optimizers)
-    tensors = {"model": weights, "optim": moments}
+    tensors = {"model": model.weights(), "optim": training_tensors(model, optimizers)}
     if parallel.is_sharded(model):
         tensors = {stem: parallel.gather(part) for stem, part in tensors.items()}
     if parallel.rank_and_world()[0] == 0:
@@ -72,11 +71,11 @@ def save_model(model, folder, dtype=torch.float32, tensors=None, **meta):
     """Write a checkpoint folder. Raises UserError if it exists or cannot be written.
 
     dtype: of the weights in the file, float32 or bfloat16; tensors: file stem -> {name: tensor}, by
-    default the model's parameters as model.safetensors; meta: what JSON can hold. What the model
+    default model.weights() as model.safetensors; meta: what JSON can hold. What the model
     was loaded with, model.meta, is kept.
     """
-    tensors = {"model": lora.merged_weights(model), **(tensors or {})}
-    tensors["model"] = {name: x.detach().to(dtype) for name, x in tensors["model"].items()}
+    tensors = {"model": model.weights(), **(tensors or {})}
+    tensors["model"] = {name: x.to(dtype) for name, x in tensors["model"].items()}
     meta = {**model.meta, **meta, "config": asdict(model.config)}
     write_checkpoint(folder, tensors, meta)
 
@@ -340,20 +339,29 @@ def load_weights(model, tensors, dtype):
     entry.check_scheme(model)
 
 
-def optimizer_tensors(model, optimizers):
-    """The optimizers' state as <parameter>.<moment> -> tensor, and what LoRA has merged."""
+def training_tensors(model, optimizers):
+    """What training needs besides the weights of a checkpoint: {name: tensor}.
+
+    Whatever the optimizers keep, as <parameter>.<moment>, and the parameters that model.weights()
+    lacks, such as LoRA's.
+    """
+    tensors = parameters_not_stored(model)
     names = {p: name for name, p in model.named_parameters()}
-    tensors = lora.factors(model)
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
             tensors |= {f"{names[p]}.{moment}": x.detach() for moment, x in state.items()}
     return tensors
 
 
+def parameters_not_stored(model):
+    stored = model.weights()
+    return {name: p.detach() for name, p in model.named_parameters() if name not in stored}
+
+
 def load_optimizers(model, optimizers, folder):
     """Put the tensors of optim.safetensors back. Raises UserError if they do not fit."""
     tensors = read_tensors(folder, "optim", read_meta(folder))
-    for name, p in lora.factors(model).items():
+    for name, p in parameters_not_stored(model).items():
         if name in tensors:  # an extension that was not trained has none
             p.copy_(tensors.pop(name))
     if not tensors:  # before the first step there is no state
