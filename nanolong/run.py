@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from nanolong import entry, optim, parallel
+from nanolong import entry, parallel
 from nanolong.errors import UserError, require
 from nanolong.strict_json import from_json, replace_text, to_json
 
@@ -47,7 +47,8 @@ def save_step(model, optimizers, cfg, dataset, **state):
     Processes wait for each other. cfg: a TrainConfig; state: step, tokens and what else is to be
     restored.
     """
-    tensors = {"model": model.weights(), "optim": training_tensors(model, optimizers)}
+    moments, numbers = optimizer_state(model, optimizers)
+    tensors = {"model": model.weights(), "optim": {**parameters_not_stored(model), **moments}}
     if parallel.is_sharded(model):
         tensors = {stem: parallel.gather(part) for stem, part in tensors.items()}
     if parallel.rank_and_world()[0] == 0:
@@ -62,6 +63,7 @@ def save_step(model, optimizers, cfg, dataset, **state):
             data_hash=dataset.hash,
             bos=dataset.bos,
             tokenizer=model.meta.get("tokenizer") or tokenizer,
+            optimizer_numbers=numbers,
         )
         prune(cfg.out_dir)
     parallel.barrier()
@@ -339,47 +341,52 @@ def load_weights(model, tensors, dtype):
     entry.check_scheme(model)
 
 
-def training_tensors(model, optimizers):
-    """What training needs besides the weights of a checkpoint: {name: tensor}.
+def optimizer_state(model, optimizers):
+    """Whatever optimizers keep in state[parameter], as tensors, and which of them are numbers.
 
-    Whatever the optimizers keep, as <parameter>.<moment>, and the parameters that model.weights()
-    lacks, such as LoRA's.
+    Returns ({<parameter>.<moment>: tensor}, the keys of Python's numbers). Raises UserError for
+    anything else.
     """
-    tensors = parameters_not_stored(model)
     names = {p: name for name, p in model.named_parameters()}
+    tensors, numbers = {}, []
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
-            tensors |= {f"{names[p]}.{moment}": x.detach() for moment, x in state.items()}
-    return tensors
+            for moment, x in state.items():
+                is_held = p in names and isinstance(x, torch.Tensor | int | float)
+                problem = f"a checkpoint cannot hold {moment!r} of {type(optimizer).__name__}"
+                require(is_held, f"{problem}: keep tensors and numbers in state[parameter]")
+                key = f"{names[p]}.{moment}"
+                if not torch.is_tensor(x):
+                    numbers.append(key)
+                    x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+                tensors[key] = x.detach()
+    return tensors, sorted(numbers)
 
 
 def parameters_not_stored(model):
+    """The parameters that model.weights() lacks, such as the factors of LoRA: {name: tensor}."""
     stored = model.weights()
     return {name: p.detach() for name, p in model.named_parameters() if name not in stored}
 
 
-def load_optimizers(model, optimizers, folder):
-    """Put the tensors of optim.safetensors back. Raises UserError if they do not fit."""
-    tensors = read_tensors(folder, "optim", read_meta(folder))
+def load_optimizers(model, optimizers, cfg, folder):
+    """Put back what optim.safetensors holds. Raises UserError if it is another optimizer's."""
+    meta = read_meta(folder)
+    tensors = read_tensors(folder, "optim", meta)
     for name, p in parameters_not_stored(model).items():
         if name in tensors:  # an extension that was not trained has none
             p.copy_(tensors.pop(name))
     if not tensors:  # before the first step there is no state
         return
-    problem = (
-        f"{folder} has the state of another optimizer, or of weights of other shapes: go on with "
-        "the optimizer and the extension that it was trained with"
-    )
-    names = {p: name for name, p in model.named_parameters()}
-    for optimizer in optimizers:
-        is_muon = isinstance(optimizer, optim.Muon)
-        moments = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq", "step")
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            for moment in moments:
-                x = tensors.pop(f"{names[p]}.{moment}", None)
-                fits = x is not None and x.shape in ((), p.shape)
-                require(fits, problem)
-                optimizer.state[p][moment] = parallel.place_like(x, p)
+    check_settings(folder, meta["train"], vars(cfg), ["optimizer"])
+    parameters = dict(model.named_parameters())
+    owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
+    for key, x in tensors.items():
+        name, _, moment = key.rpartition(".")
+        p = parameters.get(name)
+        require(p in owners, f"{folder} has {key}, which is not trained here: use the same code")
+        is_number = key in meta["optimizer_numbers"]
+        owners[p].state[p][moment] = x.item() if is_number else parallel.place_like(x, p)
 
 
 def weights_hash(model):
