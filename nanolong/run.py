@@ -2,7 +2,7 @@
 
 out/rope/step-000500/model.safetensors   weights, a tied head stored once
 out/rope/step-000500/optim.safetensors   the optimizers' state, <parameter>.<moment>
-out/rope/step-000500/meta.json           settings, step, tokens, tokenizer, data hash, checksums
+out/rope/step-000500/meta.json           settings, step, data, checksums: the fields of Meta
 out/rope/log.jsonl                       a line for each logged step and each evaluation
 out/rope/curve.png                       the losses of log.jsonl, once the run has ended
 out/.rope.lock                           names the process that writes to the folder
@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -39,6 +39,36 @@ FORMAT = 4  # of checkpoints, in meta.json
 
 # -----------------------------------------------------------------------------
 # Writing a checkpoint.
+
+
+@dataclass
+class Meta:
+    """The keys of meta.json. A model that was not trained here has the defaults."""
+
+    config: dict  # settings of the model, a GPTConfig
+    train: dict = field(default_factory=dict)  # of training, a TrainConfig or ExtendConfig
+    # how far training is
+    step: int = 0
+    tokens: int = 0  # seen in training, without pretraining_tokens
+    loss_scale: float = 1.0  # of float16
+    good_steps: int = 0  # of float16: steps since one overflowed
+    kernels: str = ""  # what computed attention, in words
+    optimizer_numbers: list = field(default_factory=list)  # keys in optim.safetensors
+    # the text
+    dataset: str | None = None  # its name, or a mixture as of --dataset
+    data_hash: str | None = None
+    tokenizer: dict | None = None
+    bos: int | None = None  # the token that starts every text
+    # where the weights came from
+    parent: str | None = None  # the checkpoint that was extended, or whose weights training took
+    pretraining_tokens: int = 0  # seen before the model was extended
+    family: str | None = None  # model_type of transformers
+    imported: str | None = None  # the name of the file or folder
+    # this checkpoint
+    format: int = FORMAT
+    torch: str = ""  # the version
+    commit: str = ""
+    checksums: dict = field(default_factory=dict)  # file -> SHA-256
 
 
 def save_step(model, optimizers, cfg, dataset, **state):
@@ -72,9 +102,9 @@ def save_step(model, optimizers, cfg, dataset, **state):
 def save_model(model, folder, dtype=torch.float32, tensors=None, **meta):
     """Write a checkpoint folder. Raises UserError if it exists or cannot be written.
 
-    dtype: of the weights in the file, float32 or bfloat16; tensors: file stem -> {name: tensor}, by
-    default model.weights() as model.safetensors; meta: what JSON can hold. What the model
-    was loaded with, model.meta, is kept.
+    dtype: dtype of the weights in the file, float32 or bfloat16; tensors: file stem -> {name:
+    tensor}, by default model.weights() as model.safetensors; meta: fields of Meta, in front of
+    model.meta, the fields that the model was loaded with.
     """
     tensors = {"model": model.weights(), **(tensors or {})}
     tensors["model"] = {name: x.to(dtype) for name, x in tensors["model"].items()}
@@ -85,7 +115,8 @@ def save_model(model, folder, dtype=torch.float32, tensors=None, **meta):
 def write_checkpoint(folder, tensors, meta):
     """Write into .tmp-*, sync it to disk, and publish it by one rename.
 
-    tensors: file stem -> {name: tensor}. Whenever the process ends, the folder is whole or absent.
+    tensors: file stem -> {name: tensor}; meta: fields of Meta by name. Whenever the process ends,
+    the folder is whole or absent.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -94,8 +125,8 @@ def write_checkpoint(folder, tensors, meta):
     require(not folder.exists(), f"{folder} exists already: remove it, or save elsewhere")
     tmp = folder.parent / f".tmp-{folder.name}"
     shutil.rmtree(tmp, ignore_errors=True)
-    versions = {"format": FORMAT, "torch": torch.__version__, "commit": current_commit()}
-    meta = {**meta, **versions, "checksums": {}}
+    written_by = {"format": FORMAT, "torch": torch.__version__, "commit": current_commit()}
+    meta = vars(Meta(**{**meta, **written_by, "checksums": {}}))
     try:
         tmp.mkdir(parents=True)
         for stem, part in tensors.items():
@@ -262,8 +293,9 @@ def settings_to_resume(given, out_dir):
         return {}
     require(steps, f"there is no checkpoint in {out_dir} to resume: leave --init_from out")
     meta = read_meta(steps[-1])
+    require(meta["train"], f"{steps[-1]} was not written by training: give another --out_dir")
     of_one_command = {"stop_at": 0, "overwrite": False, "entry": ()}
-    return {**meta["config"], **(meta.get("train") or {}), **of_one_command}
+    return {**meta["config"], **meta["train"], **of_one_command}
 
 
 def check_settings(folder, saved, asked, names):
@@ -302,7 +334,7 @@ def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
         "the version that trained it",
     )
     pos = settings["pos"]
-    entries = (meta.get("train") or {}).get("entry", ())
+    entries = meta["train"].get("entry", ())
     # a scheme has the name of its file
     entry_file = next((file for file in entries if Path(file).stem == pos), "FILE.py")
     require(

@@ -227,7 +227,7 @@ def test_a_run_starts_from_the_weights_of_another(call, words, text_data, tmp_pa
     assert list_steps(tmp_path / "out/other-rope")
 
 
-def test_what_cannot_be_resumed_is_refused(call, words, tmp_path):
+def test_what_cannot_be_resumed_is_refused(call, words, save_run, tmp_path):
     assert_success(call(*words))
     other = write_dataset(tmp_path / "other", [256, *b"other text " * 99])
     resume = ["train.py", f"--out_dir={tmp_path}/run", "--init_from=resume", "--max_iters=9"]
@@ -237,3 +237,5 @@ def test_what_cannot_be_resumed_is_refused(call, words, tmp_path):
     assert_success(call(*extend))
     refused = call("train.py", f"--out_dir={tmp_path}/longer", "--init_from=resume")
     assert_refused(refused, "resume it by extend.py")
+    refused = call("train.py", f"--out_dir={save_run('imported')}", "--init_from=resume")
+    assert_refused(refused, "was not written by training")
