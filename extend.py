@@ -217,7 +217,9 @@ def extend_model(model, cfg):
     if options.get("scale", "fit" if cfg.method == "scale" else None) == "fit":
         is_first = parallel.rank_and_world()[0] == 0
         options["scale"] = parallel.broadcast(is_first and fit_scale(model, cfg, options))
+    shapes = [p.shape for p in model.parameters()]
     model.extend(cfg.method, cfg.factor, cfg.layers, **options)
+    has_same_shapes = shapes == [p.shape for p in model.parameters()]
     trains = cfg.max_iters and cfg.method in rope_scaling.EVALUATION_ONLY
     require(not trains, f"method {cfg.method!r} is not for training: give --max_iters=0")
     no_positions = model.pos.by_index or type(model.pos) is NoPE or cfg.method == "drope"
@@ -230,13 +232,15 @@ def extend_model(model, cfg):
         advice = "leave --keep_optimizer out"
         has_state = (model.folder / "optim.safetensors").is_file()
         require(has_state, f"{model.folder} has no optimizer's state to keep: {advice}")
+        problem = f"method {cfg.method!r} changes the shape of a weight, and not of its moments"
+        require(has_same_shapes, f"{problem}: {advice}")
         problem = f"{model.folder} has taken all {cfg.last_step} steps"
         require(meta["step"] < cfg.last_step, f"{problem}: raise --max_iters, or {advice}")
         saved = {**asdict(ExtendConfig()), **meta["train"]}  # a run of train.py has no LoRA
         run.check_settings(model.folder, saved, vars(cfg), LORA)
     else:
         pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
-    inherited = ("bos", "tokenizer", "dataset", "data_hash", "code", "family")
+    inherited = ("bos", "tokenizer", "dataset", "data_hash", "family")
     model.meta = {
         "parent": str(model.folder),
         "pretraining_tokens": pretraining_tokens,

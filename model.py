@@ -508,6 +508,10 @@ class GPT(nn.Module):
             self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p
         )
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tensors that a checkpoint stores, by name, a tied head once. LoRA replaces this."""
+        return {name: p.detach() for name, p in self.named_parameters()}
+
     def save(self, folder) -> None:
         """Write a checkpoint folder, whole or not at all. Raises UserError when it exists."""
         from nanolong import run

@@ -330,7 +330,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
         forward = parallel.distribute(model.train(), cfg, device)
         optimizers = optim.make_optimizers(model, cfg)
         if cfg.continues:
-            run.load_optimizers(model, optimizers, model.folder)
+            run.load_optimizers(model, optimizers, cfg, model.folder)
         batches = Batches(dataset, model, cfg, train_length, max_position, state.sequences)
         progress.print_header(batches, state)
         shown = progress.Progress(batches, state)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("model.py", "rope_scaling.py", "train.py", "extend.py", "evaluate.py")
 SOURCES += ("nanolong/**/*.py", "kernels/*.py", "data/*.py")
 
-loaded = {}  # scheme class -> (the path of its file as it was given, the text of that file)
+loaded = {}  # scheme class -> the text of its file
 
 
 def load_entries(files, positions):
@@ -34,7 +34,7 @@ def load_entry(file, positions):
     source = file.read_text(encoding="utf-8")
     if name in positions:
         require(
-            loaded.get(positions[name], ("", ""))[1] == source,
+            loaded.get(positions[name]) == source,
             f"--entry={file}: there is already a scheme {name!r}: rename the file, or leave it out",
         )
         return name
@@ -58,7 +58,7 @@ def load_entry(file, positions):
         f"--entry={file} has {len(schemes)} classes that derive from model.NoPE: leave exactly one",
     )
     positions[name] = schemes[0]
-    loaded[schemes[0]] = (str(file), source)
+    loaded[schemes[0]] = source
     return name
 
 

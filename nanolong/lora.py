@@ -1,9 +1,11 @@
 """LoRA (Hu et al. 2021): train updates of low rank, alpha / rank * B A, of attention's matrices W.
 
 An update parametrizes the weight of its layer: whatever reads `layer.weight` gets the merged
-matrix, a sum in float32, and that is what a checkpoint stores under the weight's own name.
+matrix, a sum in float32, and a checkpoint stores it under the weight's own name. The parameters W,
+A and B, which a stopped run needs, are in its optim.safetensors.
 """
 
+import functools
 import math
 
 import torch
@@ -47,6 +49,7 @@ def add_updates(model, rank, alpha, also=(), seed=0):
         for linear in (layer.q, layer.k, layer.v, layer.o):
             update = Update(linear.weight, rank, alpha, generator)
             parametrize.register_parametrization(linear, "weight", update)
+    model.weights = functools.partial(merged_weights, model)
 
 
 @torch.no_grad()
@@ -56,12 +59,7 @@ def merged_weights(model):
     for name, p in model.named_parameters():
         layer, is_factor, part = name.partition(FACTORS)
         if not is_factor:
-            weights[name] = p
+            weights[name] = p.detach()
         elif part == "original":
             weights[f"{layer}.weight"] = model.get_submodule(layer).weight
     return weights
-
-
-def factors(model):
-    """W, A and B of every update by name: what a merged checkpoint lacks to be resumed."""
-    return {name: p.detach() for name, p in model.named_parameters() if FACTORS in name}

@@ -204,9 +204,9 @@ def gather(tensors):
 
 
 def place_like(x, like):
-    """Move a whole tensor to where a parameter is, in shards if that is. A scalar is never cut."""
+    """Move a whole tensor to the device of a parameter, in shards if that is and has its shape."""
     device = like.device
-    if not is_sharded(like) or not x.shape:
+    if not is_sharded(like) or x.shape != like.shape:
         return x.to(device)
     from torch.distributed.tensor import distribute_tensor
 

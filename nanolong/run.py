@@ -2,7 +2,7 @@
 
 out/rope/step-000500/model.safetensors   weights, a tied head stored once
 out/rope/step-000500/optim.safetensors   the optimizers' state, <parameter>.<moment>
-out/rope/step-000500/meta.json           settings, step, tokens, tokenizer, data hash, checksums
+out/rope/step-000500/meta.json           settings, step, data, checksums: the fields of Meta
 out/rope/log.jsonl                       a line for each logged step and each evaluation
 out/.rope.lock                           names the process that writes to the folder
 
@@ -13,7 +13,6 @@ want.
 import contextlib
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import math
@@ -23,21 +22,53 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
-from nanolong import entry, lora, optim, parallel
-from nanolong.errors import UserError, note, require
+from nanolong import entry, parallel
+from nanolong.errors import UserError, require
 from nanolong.strict_json import from_json, replace_text, to_json
 
-FORMAT = 3  # of checkpoints, in meta.json
+FORMAT = 4  # of checkpoints, in meta.json
 
 # -----------------------------------------------------------------------------
 # Writing a checkpoint.
+
+
+@dataclass
+class Meta:
+    """The keys of meta.json. A model that was not trained here has the defaults."""
+
+    config: dict  # settings of the model, a GPTConfig
+    train: dict = field(default_factory=dict)  # of training, a TrainConfig or ExtendConfig
+    # how far training is
+    step: int = 0
+    sequences: int = 0  # seen in training, by the length of its last sequences
+    tokens: int = 0  # seen in training, without pretraining_tokens
+    loss_scale: float = 1.0  # of float16
+    good_steps: int = 0  # of float16: steps since one overflowed
+    kernels: str = ""  # what computed attention, in words
+    optimizer_numbers: list = field(default_factory=list)  # keys in optim.safetensors
+    # the text
+    dataset: str | None = None  # its name, or a mixture as of --dataset
+    data_hash: str | None = None
+    tokenizer: dict | None = None
+    bos: int | None = None  # the token that starts every text
+    # where the weights came from
+    parent: str | None = None  # the checkpoint that was extended, or whose weights training took
+    pretraining_tokens: int = 0  # seen before the model was extended
+    family: str | None = None  # model_type of transformers
+    imported: str | None = None  # the name of the file or folder
+    # this checkpoint
+    format: int = FORMAT
+    torch: str = ""  # the version
+    commit: str = ""
+    checksums: dict = field(default_factory=dict)  # file -> SHA-256
 
 
 def save_step(model, optimizers, cfg, dataset, **state):
@@ -46,8 +77,8 @@ def save_step(model, optimizers, cfg, dataset, **state):
     Processes wait for each other. cfg: a TrainConfig; state: step, tokens and what else is to be
     restored.
     """
-    weights, moments = lora.merged_weights(model), optimizer_tensors(model, optimizers)
-    tensors = {"model": weights, "optim": moments}
+    moments, numbers = optimizer_state(model, optimizers)
+    tensors = {"model": model.weights(), "optim": {**parameters_not_stored(model), **moments}}
     if parallel.is_sharded(model):
         tensors = {stem: parallel.gather(part) for stem, part in tensors.items()}
     if parallel.rank_and_world()[0] == 0:
@@ -62,7 +93,7 @@ def save_step(model, optimizers, cfg, dataset, **state):
             data_hash=dataset.hash,
             bos=dataset.bos,
             tokenizer=model.meta.get("tokenizer") or tokenizer,
-            code=hash_code(model),
+            optimizer_numbers=numbers,
         )
         prune(cfg.out_dir)
     parallel.barrier()
@@ -71,20 +102,21 @@ def save_step(model, optimizers, cfg, dataset, **state):
 def save_model(model, folder, dtype=torch.float32, tensors=None, **meta):
     """Write a checkpoint folder. Raises UserError if it exists or cannot be written.
 
-    dtype: of the weights in the file, float32 or bfloat16; tensors: file stem -> {name: tensor}, by
-    default the model's parameters as model.safetensors; meta: what JSON can hold. What the model
-    was loaded with, model.meta, is kept.
+    dtype: dtype of the weights in the file, float32 or bfloat16; tensors: file stem -> {name:
+    tensor}, by default model.weights() as model.safetensors; meta: fields of Meta, in front of
+    model.meta, the fields that the model was loaded with.
     """
-    tensors = {"model": lora.merged_weights(model), **(tensors or {})}
-    tensors["model"] = {name: x.detach().to(dtype) for name, x in tensors["model"].items()}
-    meta = {"code": hash_code(model), **model.meta, **meta, "config": asdict(model.config)}
+    tensors = {"model": model.weights(), **(tensors or {})}
+    tensors["model"] = {name: x.to(dtype) for name, x in tensors["model"].items()}
+    meta = {**model.meta, **meta, "config": asdict(model.config)}
     write_checkpoint(folder, tensors, meta)
 
 
 def write_checkpoint(folder, tensors, meta):
     """Write into .tmp-*, sync it to disk, and publish it by one rename.
 
-    tensors: file stem -> {name: tensor}. Whenever the process ends, the folder is whole or absent.
+    tensors: file stem -> {name: tensor}; meta: fields of Meta by name. Whenever the process ends,
+    the folder is whole or absent.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -93,7 +125,8 @@ def write_checkpoint(folder, tensors, meta):
     require(not folder.exists(), f"{folder} exists already: remove it, or save elsewhere")
     tmp = folder.parent / f".tmp-{folder.name}"
     shutil.rmtree(tmp, ignore_errors=True)
-    meta = {**meta, "format": FORMAT, "torch": torch.__version__, "checksums": {}}
+    written_by = {"format": FORMAT, "torch": torch.__version__, "commit": current_commit()}
+    meta = vars(Meta(**{**meta, **written_by, "checksums": {}}))
     try:
         tmp.mkdir(parents=True)
         for stem, part in tensors.items():
@@ -143,18 +176,23 @@ def sync(path):
 
 
 @functools.cache
-def hash_model_file(file):
-    return sha256(file)[:16]
+def current_commit():
+    """The commit of the checkout, and whether its code has changed since."""
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    if git("status", "--porcelain", "--untracked-files=no", "--", "*.py"):
+        commit += " with changes"
+    return commit
 
 
-def hash_code(model):
-    """Hash the files that define a model, model.py and that of --entry: {name: 16 digits}."""
-    # not of type(model), which FSDP replaces
-    code = {"model.py": hash_model_file(inspect.getsourcefile(type(model.config)))}
-    if type(model.pos) in entry.loaded:
-        file, text = entry.loaded[type(model.pos)]
-        code[file] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return code
+def git(*words):
+    """The output of a git command in the project's folder, or "" if it fails."""
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=entry.ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
 
 
 # -----------------------------------------------------------------------------
@@ -255,8 +293,9 @@ def settings_to_resume(given, out_dir):
         return {}
     require(steps, f"there is no checkpoint in {out_dir} to resume: leave --init_from out")
     meta = read_meta(steps[-1])
+    require(meta["train"], f"{steps[-1]} was not written by training: give another --out_dir")
     of_one_command = {"stop_at": 0, "overwrite": False, "entry": ()}
-    return {**meta["config"], **(meta.get("train") or {}), **of_one_command}
+    return {**meta["config"], **meta["train"], **of_one_command}
 
 
 def check_settings(folder, saved, asked, names):
@@ -294,16 +333,18 @@ def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
         f"{folder} has the settings {', '.join(sorted(unknown))}, which this version lacks: use "
         "the version that trained it",
     )
-    entries = [file for file in meta["code"] if file != "model.py"] or ["FILE.py"]
+    pos = settings["pos"]
+    entries = meta["train"].get("entry", ())
+    # a scheme has the name of its file
+    entry_file = next((file for file in entries if Path(file).stem == pos), "FILE.py")
     require(
-        settings["pos"] in GPT.schemes,
-        f"{folder} was trained with --pos={settings['pos']}, which is not in model.py: give "
-        f"--entry={shlex.quote(entries[0])}",
+        pos in GPT.schemes,
+        f"{folder} was trained with --pos={pos}, which is not in model.py: give "
+        f"--entry={shlex.quote(entry_file)}",
     )
     model = parallel.build_without_weights(GPT, GPT.config_class(**settings))
     model.meta = meta
     model.folder = folder
-    note_other_code(folder, tuple(meta["code"].items()), tuple(hash_code(model).items()))
     if weights:
         load_weights(model, read_tensors(folder, "model", meta), dtype)
     return model.eval()
@@ -332,47 +373,52 @@ def load_weights(model, tensors, dtype):
     entry.check_scheme(model)
 
 
-@functools.cache  # once for each checkpoint
-def note_other_code(folder, trained_with, now):
-    """Print a note if the files of the model have changed since its weights were trained."""
-    trained_with, now = ({Path(file).name: x for file, x in code} for code in (trained_with, now))
-    changed = [name for name in now if trained_with.get(name, now[name]) != now[name]]
-    if changed:
-        note(f"{' and '.join(changed)} changed since {folder} was trained: it may be another model")
+def optimizer_state(model, optimizers):
+    """Whatever optimizers keep in state[parameter], as tensors, and which of them are numbers.
 
-
-def optimizer_tensors(model, optimizers):
-    """The optimizers' state as <parameter>.<moment> -> tensor, and what LoRA has merged."""
+    Returns ({<parameter>.<moment>: tensor}, the keys of Python's numbers). Raises UserError for
+    anything else.
+    """
     names = {p: name for name, p in model.named_parameters()}
-    tensors = lora.factors(model)
+    tensors, numbers = {}, []
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
-            tensors |= {f"{names[p]}.{moment}": x.detach() for moment, x in state.items()}
-    return tensors
+            for moment, x in state.items():
+                is_held = p in names and isinstance(x, torch.Tensor | int | float)
+                problem = f"a checkpoint cannot hold {moment!r} of {type(optimizer).__name__}"
+                require(is_held, f"{problem}: keep tensors and numbers in state[parameter]")
+                key = f"{names[p]}.{moment}"
+                if not torch.is_tensor(x):
+                    numbers.append(key)
+                    x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+                tensors[key] = x.detach()
+    return tensors, sorted(numbers)
 
 
-def load_optimizers(model, optimizers, folder):
-    """Put the tensors of optim.safetensors back. Raises UserError if they do not fit."""
-    tensors = read_tensors(folder, "optim", read_meta(folder))
-    for name, p in lora.factors(model).items():
+def parameters_not_stored(model):
+    """The parameters that model.weights() lacks, such as the factors of LoRA: {name: tensor}."""
+    stored = model.weights()
+    return {name: p.detach() for name, p in model.named_parameters() if name not in stored}
+
+
+def load_optimizers(model, optimizers, cfg, folder):
+    """Put back what optim.safetensors holds. Raises UserError if it is another optimizer's."""
+    meta = read_meta(folder)
+    tensors = read_tensors(folder, "optim", meta)
+    for name, p in parameters_not_stored(model).items():
         if name in tensors:  # an extension that was not trained has none
             p.copy_(tensors.pop(name))
     if not tensors:  # before the first step there is no state
         return
-    problem = (
-        f"{folder} has the state of another optimizer, or of weights of other shapes: go on with "
-        "the optimizer and the extension that it was trained with"
-    )
-    names = {p: name for name, p in model.named_parameters()}
-    for optimizer in optimizers:
-        is_muon = isinstance(optimizer, optim.Muon)
-        moments = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq", "step")
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            for moment in moments:
-                x = tensors.pop(f"{names[p]}.{moment}", None)
-                fits = x is not None and x.shape in ((), p.shape)
-                require(fits, problem)
-                optimizer.state[p][moment] = parallel.place_like(x, p)
+    check_settings(folder, meta["train"], vars(cfg), ["optimizer"])
+    parameters = dict(model.named_parameters())
+    owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
+    for key, x in tensors.items():
+        name, _, moment = key.rpartition(".")
+        p = parameters.get(name)
+        require(p in owners, f"{folder} has {key}, which is not trained here: use the same code")
+        is_number = key in meta["optimizer_numbers"]
+        owners[p].state[p][moment] = x.item() if is_number else parallel.place_like(x, p)
 
 
 def weights_hash(model):

@@ -11,7 +11,8 @@ With names of schemes, only the cases of these.
     torchrun --standalone --nproc_per_node=2 tests/process_cases.py CASES.json
 
 trains small models one after the other. A case is {"model": settings of GPTConfig, "train":
-settings of TrainConfig}. Prints JSON: of each the most parameters that a process keeps.
+settings of TrainConfig}; with "averages" its optimizer is Averaging of tests/optimizers.py. Prints
+JSON: of each the most parameters that a process keeps.
 """
 
 import contextlib
@@ -20,12 +21,14 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
 from flags import SMALLEST
+from optimizers import Averaging
 
 import data
 import rope_scaling
@@ -150,7 +153,12 @@ def train_case(case):
         torch.manual_seed(1)
         config = GPTConfig(**{**SHAPE, "vocab_size": 257, **case["model"]})
         model = GPT(config) if weights else parallel.build_without_weights(GPT, config)
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    adamw = Averaging if case.get("averages") else torch.optim.AdamW
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        mock.patch("torch.optim.AdamW", adamw),
+    ):
         train(model, cfg)
     return model
 

@@ -1,4 +1,4 @@
-"""Schemes from files: loading them, using them in every script, and the identity of code."""
+"""Schemes from files: loading them, and using them in every script."""
 
 import sys
 
@@ -9,7 +9,6 @@ from conftest import TINY, assert_refused, assert_success
 from model import POSITIONS
 from nanolong.entry import check_scheme, load_entries, load_entry
 from nanolong.errors import UserError
-from nanolong.run import list_steps, note_other_code
 
 DECAY = """
 import torch
@@ -41,7 +40,6 @@ def call_anew(call):
 
     def call_anew(*words):
         POSITIONS.pop("my decay", None)
-        note_other_code.cache_clear()
         return call(*words)
 
     return call_anew
@@ -82,22 +80,6 @@ def test_a_preset_that_wins_over_an_entry_is_named(entry, call_anew, text_data, 
     words = [*TINY, "--max_iters=1", f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     done = assert_success(call_anew("train.py", *words, f"--entry={entry}", "--pos=alibi"))
     assert "--pos=alibi is trained, and no scheme of --entry" in done.stderr
-
-
-def test_an_edited_entry_is_named_with_old_weights(entry, call_anew, text_data, tmp_path):
-    """In one line; weights that were trained with the edited file are not old."""
-    run = tmp_path / "run"
-    given = f"--entry={entry}"
-    words = [f"--dataset={text_data}", given, "--pos=my decay", f"--out_dir={run}"]
-    assert_success(call_anew("train.py", *TINY, *words))
-    sample = ["sample.py", run, "--max_new_tokens=1", given]
-    assert not assert_success(call_anew(*sample)).stderr
-    entry.write_text(DECAY.replace("sqrt", "log1p"))
-    line = f"note: my decay.py changed since {list_steps(run)[-1]} was trained: it may be another "
-    resume = ["train.py", f"--out_dir={run}", "--init_from=resume", given]
-    for words in (sample, [*resume, "--max_iters=10"]):
-        assert assert_success(call_anew(*words)).stderr == line + "model\n"
-    assert not assert_success(call_anew(*resume, "--max_iters=12")).stderr
 
 
 @pytest.mark.parametrize(

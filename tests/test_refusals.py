@@ -88,7 +88,7 @@ EXTENDING = [
     ("RUN --method=drope --pose=true", "--pose"),
     ("RUN --min_doc=1000000", "--min_doc"),
     ("RUN --keep_optimizer=true", "has taken all 8 steps", "raise --max_iters"),
-    ("RUN --keep_optimizer=true --max_iters=9 --optimizer=muon", "the state of another optimizer"),
+    ("RUN --keep_optimizer=true --max_iters=9 --optimizer=muon", "optimizer=adamw, not muon"),
     ("RUN --factor=2 --train_length=65", "the 64 extended tokens"),
     ("RUN --dataset=LETTERS", "vocabulary of 3"),
     ("RUN --init_from=RUN", "is for train.py"),

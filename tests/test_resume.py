@@ -17,10 +17,12 @@ from conftest import (
     wait_for,
     write_dataset,
 )
+from optimizers import Averaging, Lion
+from safetensors.torch import load_file
 
 import data
 from model import GPT
-from nanolong.run import list_steps
+from nanolong.run import list_steps, read_meta
 
 slow = pytest.mark.slow
 
@@ -77,6 +79,34 @@ def test_extending_goes_on_with_the_same_bits(words, call, text_data, tmp_path):
     done = assert_success(call(*words, f"--out_dir={part}", "--init_from=resume"))
     assert "is finished" in done.stdout
     assert_same_bits(whole, part)
+
+
+@pytest.mark.parametrize("optimizer", [Averaging, Lion])
+def test_whatever_an_optimizer_keeps_goes_on(optimizer, call, text_data, tmp_path, monkeypatch):
+    """Tensors of any shape and dtype, and numbers; anything else is refused when it is saved."""
+    monkeypatch.setattr(torch.optim, "AdamW", optimizer)
+    words = ["train.py", *TINY, f"--dataset={text_data}"]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    for out_dir in (whole, part):
+        assert_success(call(*words, f"--out_dir={out_dir}"))
+    cut(part)
+    assert_success(call(*words, f"--out_dir={part}", "--init_from=resume"))
+    assert_same_bits(whole, part)
+    numbers = [read_meta(newest(folder))["optimizer_numbers"] for folder in (whole, part)]
+    assert numbers[0] == numbers[1] and bool(numbers[0]) == (optimizer is Lion)
+    names = {key.rpartition(".")[2] for key in load_file(newest(part) / "optim.safetensors")}
+    kept = {Averaging: {"exp_avg", "exp_avg_sq", "step", "ema", "norms", "count"}}
+    assert names == kept.get(optimizer, {"exp_avg", "count", "fade"})
+
+    step = optimizer.step
+
+    def keep_a_word(self):
+        step(self)
+        next(iter(self.state.values()))["word"] = "text"
+
+    monkeypatch.setattr(optimizer, "step", keep_a_word)
+    done = call(*words, f"--out_dir={tmp_path}/refused")
+    assert_refused(done, f"'word' of {optimizer.__name__}", "keep tensors and numbers")
 
 
 def test_kill_9_and_resume_is_bit_exact(call, rng, text_data, tmp_path):
@@ -241,12 +271,15 @@ def test_a_run_starts_from_the_weights_of_another(call, words, text_data, tmp_pa
     assert list_steps(tmp_path / "out/other-rope")
 
 
-def test_what_cannot_be_resumed_is_refused(call, words, tmp_path):
+def test_what_cannot_be_resumed_is_refused(call, words, save_run, tmp_path):
     assert_success(call(*words))
     other = write_dataset(tmp_path / "other", [256, *b"other text " * 99])
     resume = ["train.py", f"--out_dir={tmp_path}/run", "--init_from=resume", "--max_iters=9"]
     assert_refused(call(*resume, f"--dataset={other}"), "is not the data of")
+    assert_refused(call(*resume, "--optimizer=muon"), "optimizer=adamw, not muon")
     extend = ["extend.py", tmp_path / "run", "--max_iters=2", f"--out_dir={tmp_path}/longer"]
     assert_success(call(*extend))
     refused = call("train.py", f"--out_dir={tmp_path}/longer", "--init_from=resume")
     assert_refused(refused, "resume it by extend.py")
+    refused = call("train.py", f"--out_dir={save_run('imported')}", "--init_from=resume")
+    assert_refused(refused, "was not written by training")

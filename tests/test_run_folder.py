@@ -48,6 +48,8 @@ def test_weights_are_stored_and_loaded_to_the_bit_in_either_dtype(pos, make, tmp
     assert len(modes) == 1  # others can read them all, or none
     again = GPT.load(tmp_path / "whole")
     assert again.config == model.config and not again.training
+    versions = (again.meta["torch"], again.meta["commit"])
+    assert versions == (torch.__version__, runs.current_commit())
     assert all(map(torch.equal, again.parameters(), model.parameters()))
 
     runs.save_model(model, tmp_path / "step-000000", dtype=torch.bfloat16)
@@ -111,7 +113,7 @@ def test_what_cannot_be_read_here_is_refused(folder, monkeypatch):
     meta = json.loads(file.read_text())
     for change, message in (
         ({"config": {**meta["config"], "window": 5}}, "damaged"),
-        ({"format": 2}, "has format 2, and this version reads 3"),
+        ({"format": 3}, "has format 3, and this version reads 4"),
     ):
         file.write_text(json.dumps({**meta, **change}))
         with pytest.raises(UserError, match=message):

@@ -3,13 +3,12 @@
 import datetime
 import platform
 import re
-import subprocess
 from pathlib import Path
 
 import torch
 
 from nanolong.evaluation.comparison import training_facts
-from nanolong.run import weights_hash
+from nanolong.run import current_commit, weights_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,23 +27,6 @@ def provenance(device, commits=()):
         hardware = f"{n_threads} thread{'s' if n_threads > 1 else ''} of {_cpu_name()}"
     version = torch.__version__.partition("+")[0]
     return f"{commit}, {hardware}, torch {version}, {datetime.date.today()}"
-
-
-def current_commit():
-    """The commit of the checkout, and whether its code has changed since."""
-    commit = _git("rev-parse", "--short", "HEAD") or "unknown"
-    if _git("status", "--porcelain", "--untracked-files=no", "--", "*.py"):
-        commit += " with changes"
-    return commit
-
-
-def _git(*words):
-    """The output of a git command in the project's folder, or "" where it fails."""
-    try:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.strip()
 
 
 def _cpu_name():

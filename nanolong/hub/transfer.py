@@ -41,7 +41,6 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
         "bos": bos,
         "family": found.c.model_type,
         "imported": Path(source).resolve().name,
-        "code": {},
     }
     folder = target / "step-000000"
     run.write_checkpoint(folder, {"model": stored_weights(model, store)}, meta)
