@@ -160,7 +160,7 @@ def sequence_length(given, original_length, extended_length):
 
 
 def read_options(text):
-    """The options of a method as a dict: of NAME=VALUE,NAME=VALUE, or of a .json file."""
+    """The options of a method as a dict, from NAME=VALUE,NAME=VALUE or a .json file."""
     try:
         if text.endswith(".json"):
             options = json.loads(Path(text).read_text(encoding="utf-8"))

@@ -29,8 +29,8 @@ from nanolong.errors import UserError, require, run_main
 
 @dataclass
 class HFConfig:
-    # type of the matrices: of an import float32 or bfloat16 (which a model that has it keeps, and
-    # which takes half the space), and of an exported GGUF file, as in the checkpoint by default
+    # type of the matrices. import: float32 or bfloat16, which takes half the space and is kept by
+    # a model that has it; export: type in a GGUF file, as in the checkpoint by default
     store: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
     # take the tokenizer files of this Hugging Face folder in place of the model's own; export: also
     # none, which then works on token ids only
@@ -39,7 +39,7 @@ class HFConfig:
     context_length: int = 0
     # compare the logits with transformers'
     verify: bool = True
-    # export: of a run folder take the checkpoint with the best validation loss, not the newest
+    # export: take the checkpoint with the best validation loss of a run folder, not the newest
     best: bool = False
     # export: Python files, each with one scheme of your own, for a checkpoint trained with it
     entry: tuple[str, ...] = ()

@@ -270,7 +270,7 @@ frequencies._dynamo_marked_constant = True
 
 
 def check_frequencies(found, rotary_dim, name):
-    """Raise UserError unless `found` is what frequencies() returns; name: of a scheme's class."""
+    """Raise UserError unless `found` is a result of frequencies(); name: the scheme's class."""
     is_pair = isinstance(found, tuple) and len(found) == 2 and torch.is_tensor(found[0])
     shape = (rotary_dim // 2,)
     require(

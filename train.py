@@ -303,7 +303,7 @@ def check_finite(what, cfg, *numbers):
 def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int = 0) -> dict:
     """Train in place, writing the run folder cfg.out_dir; a stop signal in the loop saves first.
 
-    train_length: tokens of a sequence, by default the context length; max_position: of PoSE. To
+    train_length: tokens of a sequence, by default the context length; max_position: PoSE's. To
     resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
     Returns the last evaluation, "stopped" and "last_step". Raises UserError, and FloatingPointError
     before an update that is not finite.

@@ -140,8 +140,8 @@ def make_document(kind, tokenizer, length, seed, sample, bos=None, needles=True,
     """Make the document that is a function of (seed, kind, sample), in `length` tokens.
 
     bos: an id that starts it, or None. needles=False leaves out the needles that answer the
-    question, and fills their place with haystack: the answer can only be guessed. depth: of the
-    needle of niah, from 0, the start, to 1, the end; None: at random.
+    question, and fills their place with haystack: the answer can only be guessed. depth: place
+    of niah's needle, from 0, the start, to 1, the end; None: at random.
 
     Returns inputs and targets, int64 (length,) each; targets before the answer are -1. The haystack
     begins with the end of a unit. Raises TooShort, or UserError if the vocabulary cannot write it.

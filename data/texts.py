@@ -355,7 +355,7 @@ def find_cut(text, tokenizer):
 def write_dataset(folder, tokenizer, documents, about):
     """Write the token files and meta.json of a new folder, complete or not at all.
 
-    documents: of each "train" or "val" and its parts; about: what else belongs into meta.json.
+    documents: pairs of "train" or "val" and a document's parts; about: other keys of meta.json.
     Returns the number of tokens of each split.
     """
     meta = {

@@ -50,8 +50,8 @@ def write_tokens(file: Path, ids, vocab_size: int):
 def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
     """Map a token file into memory, read-only: (tokens,), uint16 or uint32.
 
-    vocab_size: of the tokens, if it is known. Raises UserError for a damaged file, and for one
-    without a header that is not uint16.
+    vocab_size: size of the vocabulary, if it is known. Raises UserError for a damaged file, and for
+    one without a header that is not uint16.
     """
     size = file.stat().st_size
     damage = f"{file} is truncated ({size} bytes), damaged or of an unknown version: "

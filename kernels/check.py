@@ -29,8 +29,8 @@ WIDTH = 64  # channels, hidden channels, and tokens of the vocabulary
 def choose_kernels(model, device, dtype, docs=False, positions=False):
     """Compare the kernels with plain PyTorch, in every process, and turn them off if they differ.
 
-    model: its class and config are used; dtype: of matrix products; docs, positions: whether it is
-    given documents, and position ids that do not count from 0. Returns what computes, in words.
+    model: its class and config are used; dtype: matrix products' dtype; docs, positions: whether it
+    is given documents, and position ids that do not count from 0. Returns what computes, in words.
     """
     runs = kernels.triton_runs(device)
     setting = os.environ.get("NANOLONG_CHECK", "")
@@ -52,7 +52,7 @@ def choose_kernels(model, device, dtype, docs=False, positions=False):
 
 
 def find_fault(model, device, *arguments):
-    """What is wrong with the kernels, "" if nothing; arguments: of choose_kernels()."""
+    """A sentence about the kernels' fault, "" if none; arguments are choose_kernels()'s."""
     try:
         for name, difference, allowed in compare(model, device, *arguments):
             if not difference <= allowed:  # NaN is a fault, too

@@ -36,8 +36,7 @@ class Update(nn.Module):
 def add_updates(model, rank, alpha, also=(), seed=0):
     """Freeze a model's weights, and add updates to q, k, v and o of every layer.
 
-    also: what else is trained, "norms" or "embeddings": those of tokens, and the weights of the
-    position scheme.
+    also: other weights to train, "norms" or "embeddings" (of tokens, and the position scheme's).
     """
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():

@@ -114,7 +114,7 @@ class TextStream:
 def continue_texts(cfg, model, tokenizer, texts, compiled):
     """Yield what each text of a batch gains at each step: the prompt, and then the new text.
 
-    texts: of each the prompt and the seed.
+    texts: pairs of a prompt and a seed.
     """
     device = next(model.parameters()).device
     # a shell passes the line end of --stop='\n' as two characters

@@ -212,7 +212,7 @@ def step_number(folder):
 def find_checkpoint(path, best=False):
     """The checkpoint that a run folder or a checkpoint folder stands for.
 
-    Of a run folder the newest, or with best=True that of the lowest validation loss in its log.
+    In a run folder it is the newest, or with best=True the one with the lowest validation loss.
     Raises UserError if there is none.
     """
     path = Path(path)
@@ -353,7 +353,7 @@ def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
 def load_weights(model, tensors, dtype):
     """Make these tensors the parameters of a model that was built without weights.
 
-    dtype: of the weights of linear layers and embeddings, None as stored. Norms and position
+    dtype: dtype of linear layers and embeddings; None: as stored. Norms and position
     schemes are float32: autocast has them so, and they are small.
     """
     model.stored_dtype = tensors["embed.weight"].dtype
@@ -366,7 +366,7 @@ def load_weights(model, tensors, dtype):
         tensors["head.weight"] = tensors["embed.weight"]
     try:
         model.load_state_dict(tensors, assign=True)
-    except RuntimeError as error:  # other names or shapes than those of the settings
+    except RuntimeError as error:  # other names or shapes than the settings say
         raise damaged(model.folder / "model.safetensors", error) from None
     if model.config.tie_embeddings:
         model.head.weight = model.embed.weight
@@ -477,7 +477,7 @@ def move_aside(folder):
 class Log:
     """The log of a run, in the first process: log.jsonl, and optionally Weights & Biases.
 
-    step: of the checkpoint that training goes on from. Rows past it are dropped, so that the log
+    step: step of the checkpoint that training goes on from. Rows past it are dropped, so that the log
     agrees with the weights, and so is what a crash has left of a checkpoint.
     """
 

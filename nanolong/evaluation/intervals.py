@@ -34,9 +34,9 @@ def student_t(freedom):
 def ratio_interval(sums, counts, least=MIN_SAMPLES):
     """Return the interval of sum(sums) / sum(counts), which is a mean over tokens.
 
-    sums, counts: of each sequence, the summed loss and the number of tokens. Sequences differ in
-    both, so this is the ratio estimator of survey statistics (Cochran 1977, 6.4). Sequences without
-    a token do not count; with fewer than `least` others there is no interval.
+    sums, counts: summed loss and number of tokens of each sequence. Sequences differ in both, so
+    this is the ratio estimator of survey statistics (Cochran 1977, 6.4). Sequences without a token
+    do not count; with fewer than `least` others there is no interval.
     """
     pairs = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
     n = len(pairs)
@@ -83,7 +83,7 @@ def excludes_zero(found):
 def format_interval(found, digits=3, sign="", key="mean"):
     """Return an interval as text: "1.716 ± 0.021", "0.95 (0.76 to 0.99)" or "1.716 (n = 1)".
 
-    sign: "+" for differences. key: of the mean, which is "loss" in the record of one.
+    sign: "+" for differences. key: name of the mean, which is "loss" in a loss's record.
     """
     mean, low, high = found[key], found["low"], found["high"]
     if mean is None or not math.isfinite(mean):

@@ -55,9 +55,9 @@ def read_records(file):
 def measure(cells, models, origins, facts, file):
     """Measure cells, and write all records so far to a file after each. Returns the records.
 
-    models and origins: by checkpoint, a GPT and the fields to add to its records. facts: what else
-    all cells depend on, such as the code. file: "" for none; its records with the key of a cell, a
-    hash of all that its numbers depend on, are used in its place.
+    models, origins: a GPT and the fields to add to its records, by checkpoint. facts: other things
+    that all cells depend on, such as the code. file: "" for none; its records with the key of a
+    cell, a hash of all that its numbers depend on, are used in its place.
     """
     saved = read_records(file)
 

@@ -40,7 +40,7 @@ def import_model(GPT, c, tensors, context_length=0):
     """Return our model of a config of transformers and its tensors, name -> tensor.
 
     A parameter shares the memory of its tensor, and has its dtype, unless it is computed.
-    context_length: in tokens, that which the user says, or 0. Raises UserError for what has no
+    context_length: the user's, in tokens, or 0. Raises UserError for settings without an
     equivalent.
     """
     family = FAMILIES[c.model_type]
@@ -277,7 +277,7 @@ def write_ropes(model, family):
 def export_tensors(model, c, factors):
     """Return the tensors of a config of transformers: name -> tensor.
 
-    factors: of cos and sin there, by uses_window().
+    factors: attention factors of cos and sin, by uses_window().
     """
     weights = dict(model.named_parameters())
     if model.config.tie_embeddings:

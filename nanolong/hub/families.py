@@ -100,7 +100,7 @@ def head_dim(c):
 def tensor_layout(family, n_layer, names=None):
     """Yield (their name, ours that it holds, Fold) of all tensors of a model.
 
-    names: of our parameters, if known; what is not among them, such as a bias, is left out.
+    names: names of our parameters, if known; others, such as a bias, are left out.
     """
     places = [("", "", family.top)]
     places += [(f"{family.prefix}{i}.", f"blocks.{i}.", family.layer) for i in range(n_layer)]

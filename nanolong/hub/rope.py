@@ -38,7 +38,7 @@ def by_kind(parameters):
 def read_rope(c, uses_window):
     """Return the settings of GPTConfig for the RoPE of a config.
 
-    uses_window: of each layer, since families differ in whether these have a RoPE of their own.
+    uses_window: a bool for each layer: families differ in whether windows have their own RoPE.
     """
     parameters = c.rope_parameters
     if by_kind(parameters) == [parameters]:
