@@ -477,8 +477,8 @@ def move_aside(folder):
 class Log:
     """The log of a run, in the first process: log.jsonl, and optionally Weights & Biases.
 
-    step: step of the checkpoint that training goes on from. Rows past it are dropped, so that the log
-    agrees with the weights, and so is what a crash has left of a checkpoint.
+    step: step of the checkpoint that training goes on from. Rows past it are dropped, so that the
+    log agrees with the weights, and so is what a crash has left of a checkpoint.
     """
 
     def __init__(self, folder, step=None, wandb="", settings=None):
