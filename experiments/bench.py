@@ -310,10 +310,12 @@ def time_programs(cfg, device):
             arguments = (shape, dtype, compiled, steps, Path(folder))
             programs = program_settings(cfg, device, *arguments)
             rounds = min(cfg.rounds, steps)
-            yield compare("whole processes", case, call_each(time_program, programs), rounds, *work)
+            clocks = call_each(time_program, programs)
+            how = {"in_process": False}
+            yield compare("whole processes", case, clocks, rounds, *work, **how)
             if case.startswith("characters") and not compiled:  # the compiler would be timed
                 starts = call_each(time_first_step, programs)
-                yield compare("to the first step", case, starts, rounds, 1, "starts/s")
+                yield compare("to the first step", case, starts, rounds, 1, "starts/s", **how)
 
 
 def program_settings(cfg, device, shape, dtype, compiled, steps, folder):

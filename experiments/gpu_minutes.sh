@@ -143,7 +143,7 @@ else
   keys="--lengths=1024,16384" sampled="--shapes=124 M" schemes="rope,alibi,t5,kerple,fox"
   short="--lengths=1024"
   command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader
-  step 00-check 45 "$python" tests/gpu_check.py --only=check --seconds=45 "--out_dir=$out/check"
+  step 00-check 30 "$python" tests/gpu_check.py --only=check --seconds=30 "--out_dir=$out/check"
 fi
 bench 01-ceilings 15 ceilings
 bench 02-profile 130 profile $gpt2 --compiled=true $theirs
@@ -153,17 +153,19 @@ step 04-kernels 70 env $interpret "$python" experiments/bench.py kernels $length
 bench 05-length 100 length $long --rounds=3
 step 06-registers 80 env $interpret "$python" experiments/bench.py registers \
   "--out_dir=$out/steps/06-registers" ${is_try:+--toy --device=cpu --rounds=1}
-bench 07-variants 180 train $gpt2 --compiled=true --steps=30 $theirs \
-  --variants=separate,rope_kernel,small_chunks,before,sdpa,deterministic
-bench 08-compiler 60 train $gpt2 --compiled=true --steps=30 $theirs \
+# a program that is compiled for the first time takes most of a minute: those that decide go first
+bench 07-before-and-sdpa 130 train $gpt2 --compiled=true --steps=30 --variants=before,sdpa $theirs
+bench 08-each-line 200 train $gpt2 --compiled=true --steps=30 $theirs \
+  --variants=separate,rope_kernel,small_chunks,deterministic
+bench 09-compiler 150 train $gpt2 --compiled=true --steps=30 $theirs \
   --variants=combo,graphs,sdpa+combo+graphs
-bench 09-loss 30 loss
-bench 10-programs 50 programs $gpt2 --compiled=true --steps=60 --rounds=1 --variants=free $theirs
-bench 11-eager 40 train $gpt2 --compiled=false --steps=16 --variants=before,sdpa $theirs
-not_built 12-eager-loss-kernel
-bench 13-schemes 120 schemes "--shapes=$schemes" $short --steps=10
-bench 14-length-16384 100 length $longer --rounds=3
-bench 15-sample 60 sample ${sampled:+"$sampled"} $keys --rounds=3
+bench 10-loss 30 loss
+bench 11-programs 150 programs $gpt2 --compiled=true --steps=60 --rounds=1 --variants=free $theirs
+bench 12-eager 40 train $gpt2 --compiled=false --steps=16 --variants=before,sdpa $theirs
+not_built 13-eager-loss-kernel
+bench 14-schemes 200 schemes "--shapes=$schemes" $short --steps=10
+bench 15-length-16384 100 length $longer --rounds=3
+bench 16-sample 60 sample ${sampled:+"$sampled"} $keys --rounds=3
 gather
 echo "wrote $out/minutes.md and minutes.json"
 [ "$failed" = 0 ] || exit 1

@@ -29,13 +29,16 @@ def take_turns(clocks, rounds, warmup=0):
     return {name: ms[warmup:] for name, ms in times.items()}, notes
 
 
-def compare(section, case, clocks, rounds, work, unit, warmup=0):
-    """Time implementations in turns; work: of a call, in `unit` times a second. Returns rows.
+def compare(section, case, clocks, rounds, work, unit, warmup=0, in_process=True):
+    """Time implementations in turns; work: amount of a call, in `unit` times a second.
 
-    A clock may be an object with a note, which stands in its row.
+    A clock may be an object with a note, which stands in its row. in_process: whether the memory of
+    a GPU is this process's. Returns rows.
     """
     peaks = dict.fromkeys(clocks, 0.0)
-    measured = {name: _with_peak(clock, peaks, name) for name, clock in clocks.items()}
+    measured = clocks
+    if in_process and torch.cuda.is_available():
+        measured = {name: _with_peak(clock, peaks, name) for name, clock in clocks.items()}
     times, failures = take_turns(measured, rounds, warmup)
     first = next(iter(times.values()))
     rows = []
@@ -55,8 +58,6 @@ def compare(section, case, clocks, rounds, work, unit, warmup=0):
 
 def _with_peak(clock, peaks, name):
     """Wrap a clock, so that peaks[name] gets the most memory of a GPU during a call, in GB."""
-    if not torch.cuda.is_available():
-        return clock
 
     def measured():
         torch.cuda.reset_peak_memory_stats()
