@@ -142,7 +142,7 @@ class MLP(nn.Module):
     def forward(self, x):
         if self.gate is None:
             return self.down(self.activation(self.up(x)))
-        gate, up = kernels.linear_each(x, self.gate, self.up)
+        gate, up = kernels.linear_each(x, self.gate, self.up, joins_on_cpu=False)
         return self.down(self.activation(gate) * up)
 
 

@@ -66,13 +66,14 @@ def _multiply_few_rows(x, weight, bias):
     return y.reshape(*x.shape[:-1], -1)
 
 
-def linear_each(x, *layers):
+def linear_each(x, *layers, joins_on_cpu=True):
     """Compute several linear layers of the same input; returns a list.
 
     In training they are one product, with joined weights: a GPU fills its last round of tiles
     better, the input is cast and its gradient added once, and threads of a CPU wait less often.
+    joins_on_cpu: False for wide layers, whose outputs a CPU would copy out of the product.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not (joins_on_cpu or x.is_cuda):
         return [layer(x) for layer in layers]
     weight = torch.cat([layer.weight for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])

@@ -367,6 +367,8 @@ def test_linear_layers_of_one_input_are_each_its_own(bias, autocast, rng):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = kernels.linear_each(x, *layers)
         expected = [layer(x) for layer in layers]
+        apart = kernels.linear_each(x, *layers, joins_on_cpu=False)
+        assert all(map(torch.equal, apart, expected))
     grads = [torch.randn_like(y) for y in expected]
     both = [torch.autograd.grad(y, parameters, grads) for y in (found, expected)]
     limit = 2e-2 if autocast else 1e-6

@@ -70,7 +70,7 @@ def test_pytorch_computes_our_attention(term, mask, rng):
 def test_compiled_variants_in_turn_compute_what_each_says(monkeypatch):
     """They share the code of the model, and a compiled graph of another must not run."""
 
-    def halve(x, *layers):
+    def halve(x, *layers, **options):
         return [layer(x) / 2 for layer in layers]
 
     monkeypatch.setattr(bench, "multiply_separately", halve)
