@@ -136,7 +136,7 @@ gpt2="--shapes=GPT-2"
 interpret=${is_try:+TRITON_INTERPRET=1}
 
 if [ -n "$is_try" ]; then
-  lengths="" long="" longer="" keys="" sampled="" schemes="fox" short=""
+  lengths="" long="" longer="--shapes=rope" keys="" sampled="" schemes="fox" short=""
   echo "00-check: needs a GPU"
 else
   lengths="--lengths=1024,4096" long="--lengths=32768" longer="--lengths=16384"
