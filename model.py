@@ -92,7 +92,7 @@ class Attention(nn.Module):
         if self.query_scale != "none":
             q = self.scale_queries(q, pos[..., None, :, None])
         # Rotate queries and keys by their positions, or by the text; compute gates from the text.
-        past = Past(scheme, self.layer, cache, mask.get("docs"))
+        past = Past(self.layer, cache, mask.get("docs"))
         q, k = scheme.rotate(q, k, pos, self.layer)
         angles = scheme.angles(x, self.layer, past)
         if angles is not None:
@@ -679,10 +679,6 @@ class NoPE(nn.Module):
             bias, relative = cache.position_terms(self, layer, k.shape[2])
         return kernels.attention(q, k, v, bias=bias, relative=relative, **mask)
 
-    def earlier(self, x):
-        """Get x (B, H, n, c) of the processes with earlier tokens of the text: (B, H, m, c)."""
-        return x[:, :, :0]
-
     def extend(self, method, factor, **options):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""
         self.check_method(method, options)
@@ -771,11 +767,11 @@ class Past:
     and keep them in the same order in every call.
     """
 
-    def __init__(self, scheme, layer, cache, docs):
-        self.earlier = scheme.earlier
+    def __init__(self, layer, cache, docs):
         self.state = [] if cache is None else cache.state.setdefault(layer, [])
         self.docs = docs  # (B, n) or None: the last T belong to x
         self.index = 0  # index in state of the value that is read next
+        self.exchange = None  # function that gets x of the processes with earlier tokens
 
     def sum(self, x):
         """Sum x (B, H, T, n) along the text, in float64. Use differences within a document."""
@@ -789,7 +785,9 @@ class Past:
 
         x (B, H, n, c): value that processes with later tokens get from this one.
         """
-        return self.state[self.index] if self.index < len(self.state) else self.earlier(x)
+        if self.index < len(self.state):
+            return self.state[self.index]
+        return self.exchange(x) if self.exchange else x[:, :, :0]
 
     def keep(self, x):
         """Keep x (B, H, m, c) for the next call with the same cache."""

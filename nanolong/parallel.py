@@ -13,7 +13,6 @@ turns the result back. A process thus computes whole rows of scores, so every sc
 """
 
 import atexit
-import functools
 import math
 import os
 import time
@@ -254,11 +253,10 @@ def share_sequences(size, model, lengths):
     # not for all runs: it imports the compiler, which takes two seconds
     _all_to_all = torch.compiler.disable(AllToAll.apply)
     for scheme in (model.pos, model.nope):
-        scheme.bias = functools.partial(own_bias, scheme.bias)
-        scheme.relative = functools.partial(own_relative, scheme.relative)
-        scheme.set_length = functools.partial(set_whole_length, scheme.set_length)
-        scheme.attend = functools.partial(attend_shared, scheme.attend)
-        scheme.earlier = earlier_parts
+        # fully_shard() adds a base class to a module, too. The scheme's own attend() then calls
+        # SharedScheme.bias(), which it would not find in a wrapper. Parameters stay where they are.
+        cls = type(scheme)
+        scheme.__class__ = type(cls.__name__, (SharedScheme, cls), {})
 
 
 def stop_sharing(model):
@@ -266,8 +264,8 @@ def stop_sharing(model):
     global _group
     _group = None
     for scheme in (model.pos, model.nope):
-        for hook in ("bias", "relative", "set_length", "attend", "earlier"):
-            vars(scheme).pop(hook, None)  # the wrapper; the class's method is found again
+        if isinstance(scheme, SharedScheme):
+            _, scheme.__class__ = type(scheme).__bases__
 
 
 def sequence_rank_and_size():
@@ -312,44 +310,76 @@ def gather_tokens(x, dim=-1):
     return torch.cat(parts, dim)
 
 
+class SharedScheme:
+    """What a process computes of a scheme; super() is the scheme, and knows of no processes."""
+
+    def set_length(self, length):
+        """Set the tables of a dynamic method for the whole text, whose end the last process has."""
+        if self.is_dynamic:
+            longest = torch.tensor(length, device=communication_device())
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=_group)
+            length = longest.item()
+        return super().set_length(length)
+
+    def angles(self, x, layer, past):
+        past.exchange = earlier_parts
+        return super().angles(x, layer, past)
+
+    def gates(self, x, layer, past):
+        past.exchange = earlier_parts
+        return super().gates(x, layer, past)
+
+    def bias(self, n, layer):
+        return own_heads(super().bias(n, layer), self.config.n_head)
+
+    def relative(self, n, layer):
+        return own_heads(super().relative(n, layer), self.config.n_head)
+
+    def attend(self, q, k, v, pos, layer, cache, **mask):
+        """Exchange tokens for heads, attend as the scheme does, and exchange heads for tokens.
+
+        q (B, H, T / N, D) -> (B, H / N, T, D). If N does not divide the key/value heads, these are
+        repeated until it does.
+        """
+        _, N = sequence_rank_and_size()
+        repeats = math.lcm(k.shape[1], N) // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        q, k, v = (tokens_to_heads(x, N) for x in (q, k, v))
+        if "gates" in mask:
+            mask["gates"] = tokens_to_heads(mask["gates"], N)
+        mask["docs"] = gather_tokens(mask["docs"])
+        # own_part() made these from the indices, which is attention's default
+        mask["positions"] = gather_tokens(mask["positions"]) if pos.dim() > 1 else None
+        attended = super().attend(q, k, v, gather_tokens(pos), layer, cache, **mask)
+        if isinstance(attended, tuple):  # with the log-sum-exp, for learned sinks
+            return tuple(heads_to_tokens(x, N) for x in attended)
+        return heads_to_tokens(attended, N)
+
+
+def own_heads(x, n_head):
+    """Cut (n_head, ...), or each of several, to the heads of this process, unless all share it."""
+    if isinstance(x, tuple | list):
+        return tuple(own_heads(each, n_head) for each in x)
+    rank, size = sequence_rank_and_size()
+    return x if x is None or len(x) != n_head else x.chunk(size)[rank]
+
+
 def earlier_parts(x):
-    """What the processes with earlier tokens give for x (B, H, n, c): (B, H, rank n, c)."""
+    """Get x (B, H, n, c) of the processes with earlier tokens: (B, H, rank n, c)."""
     rank, N = sequence_rank_and_size()
     received = _all_to_all(x.expand(N, *x.shape))
     return received[:rank].movedim(0, 2).flatten(2, 3)
 
 
-def attend_shared(attend, q, k, v, pos, layer, cache, **mask):
-    """What the scheme's attend() does, with tokens exchanged for heads before, and back after.
-
-    q (B, H, T / N, D) -> (B, H / N, T, D). Where N does not divide the key/value heads, these are
-    repeated until it does.
-    """
-    _, N = sequence_rank_and_size()
-    repeats = math.lcm(k.shape[1], N) // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    q, k, v = (tokens_to_heads(x, N) for x in (q, k, v))
-    if "gates" in mask:
-        mask["gates"] = tokens_to_heads(mask["gates"][..., None], N)[..., 0]
-    mask["docs"] = gather_tokens(mask["docs"])
-    # own_part() made these from the indices, which is attention's default
-    mask["positions"] = gather_tokens(mask["positions"]) if pos.dim() > 1 else None
-    attended = attend(q, k, v, gather_tokens(pos), layer, cache, **mask)
-    if isinstance(attended, tuple):  # with the log-sum-exp, for learned sinks
-        y, lse = attended
-        return heads_to_tokens(y, N), heads_to_tokens(lse[..., None], N)[..., 0]
-    return heads_to_tokens(attended, N)
-
-
 def tokens_to_heads(x, N):
-    """(B, H, T / N, D) of all heads -> (B, H / N, T, D) of the heads of this process."""
-    received = _all_to_all(x.unflatten(1, (N, -1)).movedim(1, 0))  # (N senders, B, H / N, T / N, D)
+    """(B, H, T / N, ...) of all heads -> (B, H / N, T, ...) of the heads of this process."""
+    received = _all_to_all(x.unflatten(1, (N, -1)).movedim(1, 0))  # (N, B, H / N, T / N, ...)
     return received.movedim(0, 2).flatten(2, 3)
 
 
 def heads_to_tokens(y, N):
-    """(B, H / N, T, D) -> (B, H, T / N, D): what tokens_to_heads() does, undone."""
-    received = _all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, D)
+    """(B, H / N, T, ...) -> (B, H, T / N, ...): what tokens_to_heads() does, undone."""
+    received = _all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, ...)
     return received.transpose(0, 1).flatten(1, 2)
 
 
@@ -365,31 +395,3 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return AllToAll.apply(grad)
-
-
-def own_heads(x, n_head):
-    """Cut (n_head, ...) to the heads of this process; what all heads share, and None, are left."""
-    rank, size = sequence_rank_and_size()
-    return x if x is None or len(x) != n_head else x.chunk(size)[rank]
-
-
-def own_bias(bias, n, layer):
-    return own_heads(bias(n, layer), bias.__self__.config.n_head)
-
-
-def own_relative(relative, n, layer):
-    found = relative(n, layer)
-    if found is None:
-        return None
-    cut = functools.partial(own_heads, n_head=relative.__self__.config.n_head)
-    keys, values, offsets = found
-    return cut(keys), cut(values), offsets and tuple(map(cut, offsets))
-
-
-def set_whole_length(set_length, length):
-    """Set the tables of a dynamic method for the whole text, whose end the last process has."""
-    if set_length.__self__.is_dynamic:
-        longest = torch.tensor(length, device=communication_device())
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=_group)
-        length = longest.item()
-    return set_length(length)
