@@ -7,7 +7,7 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, main. At most 485 lines. A sequence is a function of (seed, its number in the run), so a run
+loop, main. At most 500 lines. A sequence is a function of (seed, its number in the run), so a run
 is the same on any number of processes, and one that was stopped resumes with the same bits.
 """
 
@@ -117,19 +117,21 @@ class TrainState:
 
 
 def open_dataset(model, cfg, train_length):
-    """The data to train on. Raises UserError if the model cannot read it, or it is too short."""
+    """The data of cfg.dataset; its tokenizer and <bos> go into model.meta.
+
+    Raises UserError if the model cannot read it, or it is too short.
+    """
     dataset = data.open_dataset(cfg.dataset, cfg.bos)
-    dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
+    tokenizer = model.meta.get("tokenizer")
+    dataset.check_model("the model", model.config.vocab_size, tokenizer)
     dataset.select(cfg.min_doc, cfg.separate_docs)
-    longest = model.config.block_size
-    require(cfg.eval_length <= longest, f"--eval_length is beyond the context length of {longest}")
     for source in dataset.sources:
         source.train.require_length(train_length)
-        source.val.require_length(cfg.eval_length or longest)
+        source.val.require_length(cfg.eval_length or model.config.block_size)
     for kind in data.task_fractions(cfg.tasks):
         dataset.check_task(kind, train_length)
-    same = not cfg.resumes or model.meta["data_hash"] in (None, dataset.hash)
-    require(same, f"{cfg.dataset} is not the data of {cfg.out_dir}: give that, or --init_from=RUN")
+    tokenizer = tokenizer or (dataset.tokenizer and dataset.tokenizer.to_json())
+    model.meta = {**model.meta, "tokenizer": tokenizer, "bos": dataset.bos}
     return dataset
 
 
@@ -192,11 +194,13 @@ def estimate_loss(model, dataset, cfg, stop=()):
     """The validation loss, over all processes; None if a stop signal came.
 
     Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} if the tokenizer is known; of
-    a mixture the weighted mean, and {"val_loss_<name>"} of each dataset. Sequences do not overlap.
-    eval_iters=n scores n sequences, evenly spaced and always the same; 0 scores all.
+    a mixture the weighted mean, and {"val_loss_<name>"} of each dataset; {} without a validation
+    set. eval_iters=n scores n sequences, evenly spaced and always the same; 0 scores all.
     """
     if isinstance(dataset, data.Mixture):
         return dataset.combine(estimate_loss(model, part, cfg, stop) for part in dataset.sources)
+    if dataset.val is None:
+        return {}
     rank, world = parallel.data_rank_and_world()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
@@ -300,20 +304,28 @@ def check_finite(what, cfg, *numbers):
 # The loop.
 
 
-def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int = 0) -> dict:
+def train(
+    model: GPT, cfg: TrainConfig, train_length=0, max_position=0, dataset: data.Stream | None = None
+) -> dict:
     """Train in place, writing the run folder cfg.out_dir; a stop signal in the loop saves first.
 
-    train_length: tokens of a sequence, by default the context length; max_position: PoSE's. To
-    resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
+    train_length: tokens of a sequence, by default the context length; max_position: PoSE's.
+    dataset: data of your own, in place of cfg.dataset, cfg.bos and cfg.min_doc. To resume, the
+    model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
     Returns the last evaluation, "stopped" and "last_step". Raises UserError, and FloatingPointError
     before an update that is not finite.
     """
     device = devices.pick_device(cfg.device)
-    train_length = train_length or model.config.block_size
+    longest = model.config.block_size
+    require(cfg.eval_length <= longest, f"--eval_length is beyond the context length of {longest}")
+    train_length = train_length or longest
     with run.lock(cfg.out_dir):
         run.check_unused(cfg)
         # the data, what `auto` means, and how far training is
-        dataset = open_dataset(model, cfg, train_length)
+        if dataset is None:
+            dataset = open_dataset(model, cfg, train_length)
+        else:  # a name in the checkpoint would have evaluate.py open other data
+            cfg = replace(cfg, dataset="")
         cfg = parallel.decide_auto(model, cfg, train_length, device)
         run.check_same(model, cfg, dataset)
         state = restore_state(model, cfg, train_length)
@@ -323,7 +335,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
         state.kernels = check.choose_kernels(model, device, getattr(torch, cfg.dtype), **masks)
 
         # the model on the device, compiled, and wrapped for several processes
-        lengths = (train_length, cfg.eval_length or model.config.block_size)
+        lengths = (train_length, cfg.eval_length or longest)
         parallel.share_sequences(cfg.sequence_parallel, model, lengths)
         devices.prepare_device(device)
         model.activation_checkpointing = cfg.checkpoint_activations

@@ -1,7 +1,7 @@
 """Datasets, tokenizers and synthetic documents.
 
 token_files.py  token files, and how datasets are found
-dataset.py      the batches of a training run, also of several datasets
+dataset.py      the batches of a training run: of a dataset, of several, or of a stream of your own
 tokenizer.py    text to token ids and back
 tasks.py        documents for the tasks of RULER, made rather than read
 texts.py        text to a dataset; prepare.py is its script
@@ -14,6 +14,7 @@ from data.dataset import (
     Dataset,
     Mixture,
     Split,
+    Stream,
     Text,
     find_documents,
     open_dataset,

@@ -8,6 +8,7 @@ import functools
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -22,6 +23,39 @@ TRAINING_SAMPLES = 1 << 32  # the first sample of make_document() in training
 def generator(*numbers):
     """Return the random numbers that are a function of these."""
     return np.random.Generator(np.random.PCG64(numbers))
+
+
+# -----------------------------------------------------------------------------
+# What a training run asks of its data
+
+
+class Stream(Protocol):
+    """The data of a training run: derive your own from it, write batch(), and pass it to train().
+
+    hash: text that identifies the data; a run is resumed only on data with the same. val: the
+    validation set, a Split or an object with its spaced() and sequence(); None: no evaluations.
+    Tokenizer and <bos> are not asked for: checkpoints have model.meta["tokenizer"] and ["bos"].
+    """
+
+    hash: str = ""
+    val: "Split | None" = None
+
+    def batch(self, first, batch_size, length, seed, max_position, tasks):
+        """Read the sequences from number `first` on, each a function of (seed, number).
+
+        Returns NumPy arrays (batch_size, length) int64: inputs, targets (-1 is not scored),
+        positions or None, document ids or None (with them, set separate_docs of TrainConfig).
+        """
+
+    def describe(self, n_tokens, n_val, length):
+        """List the lines that a run of n_tokens prints, which evaluates n_val sequences."""
+        return [f"{type(self).__name__}, {n_tokens:,} tokens"]
+
+    def document_ids(self, x):
+        """Number the documents of validation inputs (B, T); None: they are not kept separate."""
+
+    def count_bytes(self, x, y):
+        """Count the bytes of text of validation targets y with inputs x; None: unknown."""
 
 
 # -----------------------------------------------------------------------------
@@ -241,7 +275,7 @@ class Text:
 # Datasets
 
 
-class Dataset(Text):
+class Dataset(Text, Stream):
     """A dataset by name or path: a Text, with train, a Split, and vocab_size, which may be larger
     than the tokenizer's. sources and fractions: a Mixture's, or this one.
 
@@ -315,6 +349,20 @@ class Dataset(Text):
                 sizes += [stop - start for start, stop in find_documents(tokens, self.separator)]
             found.append(sum(size for size in sizes if size >= length) / max(1, sum(sizes)))
         return self.weigh(found)
+
+    def describe(self, n_tokens, n_val, length):
+        """List the lines that a run of n_tokens prints, one of each source."""
+        lines = []
+        for source, fraction in zip(self.sources, self.fractions, strict=True):
+            n = n_tokens * fraction
+            epochs = n / len(source.train)
+            n_scored = len(source.val.spaced(n_val, length))
+            available = source.val.n_sequences(length).sum()
+            lines.append(
+                f"{source.name}, {n:,.0f} tokens ({epochs:.2g} epochs); validation on "
+                f"{n_scored:,} of {available:,} sequences of {length:,} tokens"
+            )
+        return lines
 
     def weigh(self, values):
         """The mean of values of the sources, weighted by their fractions."""

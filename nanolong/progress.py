@@ -107,7 +107,7 @@ def print_header(batches, state):
     rank, world = parallel.rank_and_world()
     if rank:
         return
-    model, cfg, dataset = batches.model, batches.cfg, batches.dataset
+    model, cfg = batches.model, batches.cfg
     extension = model.config.extension
     extended = f", extended by {extension['method']} x {extension['factor']:g}" if extension else ""
     n_parameters = sum(p.numel() for p in model.parameters())
@@ -125,15 +125,9 @@ def print_header(batches, state):
     where = f"{processes}, {devices.device_name(batches.device)}"
     print(f"on: {where}, {cfg.dtype}, attention by {state.kernels}, {mode}")
     T = cfg.eval_length or model.config.block_size
-    for source, fraction in zip(dataset.sources, dataset.fractions, strict=True):
-        n_tokens = cfg.last_step * batches.tokens_per_step * fraction
-        epochs = n_tokens / len(source.train)
-        n = len(source.val.spaced(cfg.eval_iters, T))
-        print(
-            f"data: {source.name}, {n_tokens:,.0f} tokens ({epochs:.2g} epochs); validation on "
-            f"{n:,} of {source.val.n_sequences(T).sum():,} sequences of {T:,} tokens",
-            flush=True,
-        )
+    n_tokens = cfg.last_step * batches.tokens_per_step
+    for line in batches.dataset.describe(n_tokens, cfg.eval_iters, T):
+        print(f"data: {line}", flush=True)
 
 
 def report_end(GPT, cfg, stopped):

@@ -55,7 +55,7 @@ class Meta:
     kernels: str = ""  # what computed attention, in words
     optimizer_numbers: list = field(default_factory=list)  # keys in optim.safetensors
     # the text
-    dataset: str | None = None  # its name, or a mixture as of --dataset
+    dataset: str | None = None  # its name, or a mixture as of --dataset; a stream has none
     data_hash: str | None = None
     tokenizer: dict | None = None
     bos: int | None = None  # the token that starts every text
@@ -74,15 +74,14 @@ class Meta:
 def save_step(model, optimizers, cfg, dataset, **state):
     """Write a checkpoint of training, in the first process, and remove those that are not kept.
 
-    Processes wait for each other. cfg: a TrainConfig; state: step, tokens and what else is to be
-    restored.
+    Processes wait for each other. cfg: a TrainConfig; dataset: a Stream; state: step, tokens and
+    what else is to be restored.
     """
     moments, numbers = optimizer_state(model, optimizers)
     tensors = {"model": model.weights(), "optim": {**parameters_not_stored(model), **moments}}
     if parallel.is_sharded(model):
         tensors = {stem: parallel.gather(part) for stem, part in tensors.items()}
     if parallel.rank_and_world()[0] == 0:
-        tokenizer = dataset.tokenizer.to_json() if dataset.tokenizer else None
         save_model(
             model,
             Path(cfg.out_dir) / f"step-{state['step']:06d}",
@@ -91,8 +90,6 @@ def save_step(model, optimizers, cfg, dataset, **state):
             train=asdict(cfg),
             dataset=cfg.dataset,
             data_hash=dataset.hash,
-            bos=dataset.bos,
-            tokenizer=model.meta.get("tokenizer") or tokenizer,
             optimizer_numbers=numbers,
         )
         prune(cfg.out_dir)
@@ -315,7 +312,12 @@ def check_unused(cfg):
 
 
 def check_same(model, cfg, dataset):
-    """Raise UserError if processes have other code, data, weights or settings."""
+    """Raise UserError if processes have other code, data, weights or settings, or if a run would be
+    resumed on other data.
+    """
+    same = not cfg.resumes or model.meta["data_hash"] in (None, dataset.hash)
+    problem = f"{cfg.dataset or type(dataset).__name__} is not the data of {cfg.out_dir}"
+    require(same, f"{problem}: give that, or --init_from=RUN")
     local = {"dataset", "device", "entry", "out_dir"}  # machines may have them elsewhere
     settings = {**asdict(model.config), **asdict(cfg), "torch": torch.__version__}
     shared = [value for name, value in settings.items() if name not in local]

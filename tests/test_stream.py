@@ -1,0 +1,155 @@
+"""Training on data of one's own: whatever has the methods of data.Stream."""
+
+import inspect
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, SMALLEST, assert_refused, assert_same_bits, logged, newest
+
+import data
+import train
+from data import Stream
+from model import GPT, GPTConfig
+from nanolong.errors import UserError
+from nanolong.run import read_meta
+
+
+class Counting(Stream):
+    """Sequence i counts up in steps of i, modulo 257."""
+
+    hash = "counting in steps, 1"
+
+    def batch(self, first, batch_size, length, seed, max_position, tasks):
+        steps = np.arange(first, first + batch_size)[:, None]
+        tokens = (seed + steps * np.arange(length + 1)) % 257
+        return tokens[:, :-1], tokens[:, 1:], None, None
+
+
+class CountingDown:
+    """A validation set of five sequences."""
+
+    def spaced(self, n, length):
+        return list(range(5))[: n or 5]
+
+    def sequence(self, index, length):
+        tokens = np.arange(length + index, index - 1, -1)
+        return tokens[:-1], tokens[1:]
+
+
+def tiny(**settings):
+    torch.manual_seed(0)
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16, "vocab_size": 257}
+    return GPT(GPTConfig(**{**shape, **settings}))
+
+
+def cfg(out, **settings):
+    return train.TrainConfig(**{**SMALLEST, "out_dir": str(out), **settings})
+
+
+def go_on(settings, stream, **changed):
+    """Resume a run."""
+    settings = replace(settings, init_from="resume", **changed)
+    return train.train(GPT.load(settings.out_dir), settings, dataset=stream)
+
+
+def test_a_stream_trains_and_goes_on_with_the_same_bits(tmp_path, capsys):
+    """It learns; without a validation set the log has no evaluation, and no name is kept."""
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    settings = {"max_iters": 60, "eval_interval": 20, "learning_rate": 1e-2}
+    model = tiny(dropout=0.1)
+    result = train.train(model, cfg(whole, **settings), dataset=Counting())
+    assert (result["last_step"], result["stopped"]) == (60, False) and "val_loss" not in result
+    printed = capsys.readouterr().out
+    assert "data: Counting, 1,920 tokens\n" in printed and "validation" not in printed
+    assert not any("val_loss" in row for row in logged(whole))
+    losses = logged(whole, "loss")
+    assert losses[0] == pytest.approx(math.log(257), rel=0.05) and np.mean(losses[-9:]) < 4.9
+    meta = read_meta(newest(whole))
+    kept = [meta[name] for name in ("dataset", "data_hash", "tokenizer", "bos", "sequences")]
+    assert kept == ["", Counting.hash, None, None, 120] and meta["train"]["dataset"] == ""
+
+    stopped = cfg(part, **settings, stop_at=33)
+    train.train(tiny(dropout=0.1), stopped, dataset=Counting())
+    go_on(stopped, Counting(), stop_at=0)
+    # the stop has a checkpoint of its own
+    assert_same_bits(whole, part)
+    go_on(stopped, Counting(), stop_at=0)  # nothing is left to do
+    assert_same_bits(whole, part)
+
+
+def test_any_batch_size_sees_each_sequence_once(tmp_path, monkeypatch):
+    """Two micro-batches compute the step of one; a resumed run goes on with the next sequence."""
+    seen = []
+    forward = GPT.forward
+
+    def spied(self, tokens, *args, **kwargs):
+        seen.extend(((tokens[:, 1] - 1337) % 257).tolist())
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(GPT, "forward", spied)
+    losses = []
+    for name, size, accumulation in (("one", 4, 1), ("two", 2, 2)):
+        seen.clear()
+        sizes = {"batch_size": size, "gradient_accumulation_steps": accumulation}
+        settings = cfg(tmp_path / name, **sizes)
+        train.train(tiny(), settings, dataset=Counting())
+        assert seen == list(range(16))
+        losses.append(logged(tmp_path / name, "loss"))
+    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-5)
+    go_on(settings, Counting(), batch_size=3, max_iters=6)
+    assert seen == list(range(16 + 2 * 3 * 2))
+
+
+def test_a_stream_may_have_a_validation_set(tmp_path):
+    stream = Counting()
+    stream.val = CountingDown()
+    model = tiny()
+    result = train.train(model, cfg(tmp_path / "run", eval_iters=0), dataset=stream)
+    x, y = zip(*(stream.val.sequence(i, 16) for i in range(5)), strict=True)
+    x, y = torch.from_numpy(np.stack(x)), torch.from_numpy(np.stack(y))
+    with torch.no_grad():
+        expected = F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
+    assert result["val_loss"] == pytest.approx(expected, rel=1e-5)
+    evaluations = [row for row in logged(tmp_path / "run") if "val_loss" in row]
+    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    assert not any("val_bits_per_byte" in row for row in evaluations)
+
+
+def test_a_run_does_not_go_on_with_other_data(call, text_data, tmp_path):
+    """A stream without a hash is taken for any other without one, but not for token files."""
+    nameless = Counting()
+    nameless.hash = ""
+    streams = {"named": Counting(), "nameless": nameless, "files": None}
+    for name, stream in streams.items():
+        settings = cfg(tmp_path / name, dataset=str(text_data))
+        train.train(tiny(), settings, dataset=stream)
+        for other_name, other in streams.items():
+            if other_name != name:
+                with pytest.raises(UserError, match="is not the data of"):
+                    go_on(settings, other, max_iters=6)
+        go_on(settings, stream, max_iters=6)
+    words = ["train.py", f"--out_dir={tmp_path}/nameless", "--init_from=resume"]
+    assert_refused(call(*words, f"--dataset={text_data}", "--max_iters=9"), "is not the data of")
+    # the settings of the checkpoint name no data
+    assert call(*words, "--max_iters=9").returncode == 2
+    done = call("evaluate.py", tmp_path / "nameless", "--lengths=16")
+    assert_refused(done, "does not say on which text it was trained")
+
+
+def test_the_tokenizer_of_a_loaded_model_stays_with_it(text_data, tmp_path):
+    """A stream of its tokens needs to have none."""
+    train.train(tiny(), cfg(tmp_path / "first", dataset=str(text_data)))
+    model = GPT.load(tmp_path / "first")
+    train.train(model, cfg(tmp_path / "second"), dataset=Counting())
+    first, second = (read_meta(newest(tmp_path / name)) for name in ("first", "second"))
+    assert first["tokenizer"] == second["tokenizer"] == {"kind": "bytes"}
+    assert first["bos"] == second["bos"] == 256
+    assert first["data_hash"] == data.Dataset(text_data).hash
+
+
+def test_contributing_has_this_stream():
+    assert inspect.getsource(Counting) in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
