@@ -1,7 +1,6 @@
 """Training on data of one's own: whatever has the methods of data.Stream."""
 
 import inspect
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -57,22 +56,19 @@ def go_on(settings, stream, **changed):
 
 
 def test_a_stream_trains_and_goes_on_with_the_same_bits(tmp_path, capsys):
-    """It learns; without a validation set the log has no evaluation, and no name is kept."""
+    """Without a validation set the log has no evaluation; the checkpoint names no dataset."""
     whole, part = tmp_path / "whole", tmp_path / "part"
-    settings = {"max_iters": 60, "eval_interval": 20, "learning_rate": 1e-2}
-    model = tiny(dropout=0.1)
-    result = train.train(model, cfg(whole, **settings), dataset=Counting())
-    assert (result["last_step"], result["stopped"]) == (60, False) and "val_loss" not in result
+    settings = {"max_iters": 6}
+    result = train.train(tiny(dropout=0.1), cfg(whole, **settings), dataset=Counting())
+    assert (result["last_step"], result["stopped"]) == (6, False) and "val_loss" not in result
     printed = capsys.readouterr().out
-    assert "data: Counting, 1,920 tokens\n" in printed and "validation" not in printed
+    assert "data: Counting, 192 tokens\n" in printed and "validation" not in printed
     assert not any("val_loss" in row for row in logged(whole))
-    losses = logged(whole, "loss")
-    assert losses[0] == pytest.approx(math.log(257), rel=0.05) and np.mean(losses[-9:]) < 4.9
     meta = read_meta(newest(whole))
     kept = [meta[name] for name in ("dataset", "data_hash", "tokenizer", "bos", "sequences")]
-    assert kept == ["", Counting.hash, None, None, 120] and meta["train"]["dataset"] == ""
+    assert kept == ["", Counting.hash, None, None, 12] and meta["train"]["dataset"] == ""
 
-    stopped = cfg(part, **settings, stop_at=33)
+    stopped = cfg(part, **settings, stop_at=3)
     train.train(tiny(dropout=0.1), stopped, dataset=Counting())
     go_on(stopped, Counting(), stop_at=0)
     # the stop has a checkpoint of its own
