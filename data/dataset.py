@@ -446,6 +446,7 @@ def task_fractions(tasks):
 
 def open_dataset(name, bos=None):
     """Open a dataset by name or path, or a mixture as long:0.34,short:0.66."""
+    require(name, "no dataset is named: give --dataset=NAME, or pass data of your own to train()")
     fractions = token_files.split_mixture(name)
     is_mixture = list(fractions) != [str(name)]
     return Mixture(name, fractions, bos) if is_mixture else Dataset(name, bos)
