@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 import kernels
 from experiments import bench, operators, turns
 from kernels import eager
-from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 
@@ -67,7 +66,7 @@ def test_pytorch_computes_our_attention(term, mask, rng):
     torch.testing.assert_close(found, right.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_variants_in_turn_compute_what_each_says(monkeypatch):
+def test_compiled_variants_in_turn_compute_what_each_says(make, monkeypatch):
     """They share the code of the model, and a compiled graph of another must not run."""
 
     def halve(x, *layers, **options):
@@ -75,9 +74,8 @@ def test_compiled_variants_in_turn_compute_what_each_says(monkeypatch):
 
     monkeypatch.setattr(bench, "multiply_separately", halve)
     torch.compiler.reset()
-    batch = torch.randint(97, (2, 2, 32))
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=97))
-    torch.nn.init.normal_(model.blocks[0].mlp.down.weight)
+    batch = torch.randint(97, (2, 2, 32), generator=torch.Generator().manual_seed(1))
+    model = make(block_size=32, vocab_size=97).train()
     cfg = bench.BenchConfig(toy=True)
     losses = {}
     for compiled in (False, True):
@@ -91,7 +89,7 @@ def test_compiled_variants_in_turn_compute_what_each_says(monkeypatch):
         found = {name: [take().item() for take in takers] for name, takers in losses.items()}
         for eager_loss, compiled_loss in found.values():
             assert compiled_loss == pytest.approx(eager_loss, rel=1e-5)
-        assert abs(found[""][0] - found["separate"][0]) > 1e-3
+        assert abs(found[""][0] - found["separate"][0]) > 0.1
 
 
 def test_variants_change_what_they_name_while_they_are_open():
