@@ -135,7 +135,7 @@ def find_dataset(name) -> Path:
     source = f"--dataset={name}" if is_known else f"FILE_OR_FOLDER --name={path.stem}"
     ready = ", ".join(sorted(file.parent.name for file in HERE.glob("*/meta.json")))
     raise UserError(
-        f"there is no dataset {str(name)!r} (those that are: {ready or 'none'}): prepare it with "
+        f"there is no dataset {str(name)!r} (there is {ready or 'none'}): prepare it with "
         f"python data/prepare.py {source}"
     )
 

@@ -27,6 +27,7 @@ for word in "$@"; do
     --patience=*) patience=${word#*=} ;;
     --copy=*) copy=${word#*=} ;;
     --try) is_try=1 ;;
+    --help|-h) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "error: there is no option $word: see the first lines of $0" >&2; exit 2 ;;
   esac
 done

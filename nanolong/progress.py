@@ -125,7 +125,8 @@ def print_header(batches, state):
     where = f"{processes}, {devices.device_name(batches.device)}"
     print(f"on: {where}, {cfg.dtype}, attention by {state.kernels}, {mode}")
     T = cfg.eval_length or model.config.block_size
-    n_tokens = cfg.last_step * batches.tokens_per_step
+    # a resumed run may have had other batch sizes before
+    n_tokens = state.tokens + (cfg.last_step - state.step) * batches.tokens_per_step
     for line in batches.dataset.describe(n_tokens, cfg.eval_iters, T):
         print(f"data: {line}", flush=True)
 

@@ -223,9 +223,10 @@ def test_another_batch_size_goes_on_with_the_next_sequence(
         numbers.clear()
         how = ["--init_from=auto", f"--stop_at={stop}", f"--batch_size={batch_size}"]
         how.append(f"--gradient_accumulation_steps={accumulation}")
-        assert_success(call(*words, f"--dataset={dataset}", *how))
+        done = assert_success(call(*words, f"--dataset={dataset}", *how))
         steps = {3: 3, 5: 2, 8: 3}[stop]
         n = steps * batch_size * accumulation
+        assert mixed or f", {32 * (seen + n):,} tokens (" in done.stdout
         # one micro-batch more is read ahead
         assert numbers == list(range(seen, seen + n + batch_size))
         seen += n

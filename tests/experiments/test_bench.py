@@ -256,6 +256,8 @@ def test_the_minutes_of_a_gpu_are_tried_on_a_cpu(tmp_path):
 
 
 def test_wrong_words_are_refused_by_gpu_minutes(tmp_path):
+    done = subprocess.run([MINUTES, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "--patience=N" in done.stdout
     for word, phrase in (
         ("--seconds=1.5", "--seconds=1.5 is no whole number"),
         ("--nanogpt=nowhere", "nowhere/model.py is missing"),
