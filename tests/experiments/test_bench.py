@@ -2,9 +2,9 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -223,7 +223,7 @@ def statuses(folder):
 def test_the_minutes_of_a_gpu_are_tried_on_a_cpu(tmp_path):
     """Killed at the third step, and called again: that step begins again, others do not."""
     command = [MINUTES, "--try", f"--out={tmp_path / 'out'}", f"--copy={tmp_path / 'copy'}"]
-    env = {**os.environ, "PYTHON": shutil.which("python") or "python3", "OMP_NUM_THREADS": "2"}
+    env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "2"}
     options = {"text": True, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, start_new_session=True, **options)
     while "03-train" not in statuses(tmp_path / "out"):
