@@ -128,7 +128,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """With a gate Llama's MLP (SwiGLU) or Gemma's (GEGLU; Shazeer 2020); without, GPT-2's."""
+    """Llama's MLP (SwiGLU) or Gemma's (GEGLU; Shazeer 2020) if it has a gate, else GPT-2's."""
 
     def __init__(self, config):
         super().__init__()

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Ten minutes of a GPU: the benchmarks of bench.py in order of their worth.
 #
-#   experiments/gpu_minutes.sh --seconds=570 --nanogpt=PATH     on a GPU; once more goes on from there
-#   experiments/gpu_minutes.sh --try                            the same steps on a CPU, at toy sizes
+#   experiments/gpu_minutes.sh --seconds=570 --nanogpt=PATH    on a GPU; once more goes on from there
+#   experiments/gpu_minutes.sh --try                           the steps on a CPU, at toy sizes
 #
 #   --seconds=N    the deadline; what is running then is ended, and begun again by the next call
 #   --nanogpt=PATH a checkout of nanoGPT; without it our programs stand alone
@@ -46,7 +46,8 @@ python=${PYTHON:-$python}
 out=${out:-out/gpu-minutes${is_try:+-try}}
 mkdir -p "$out/steps" ${copy:+"$copy"}
 # Inductor and Triton compile a program once for all steps.
-export TORCHINDUCTOR_CACHE_DIR=$PWD/out/gpu-cache/inductor TRITON_CACHE_DIR=$PWD/out/gpu-cache/triton
+export TORCHINDUCTOR_CACHE_DIR=$PWD/out/gpu-cache/inductor
+export TRITON_CACHE_DIR=$PWD/out/gpu-cache/triton
 export PYTHONUNBUFFERED=1
 deadline=$(($(date +%s) + seconds))
 left=0 failed=0 child=""
@@ -143,7 +144,8 @@ else
   lengths="--lengths=1024,4096" long="--lengths=32768" longer="--lengths=16384"
   keys="--lengths=1024,16384" sampled="--shapes=124 M" schemes="rope,alibi,t5,kerple,fox"
   short="--lengths=1024"
-  command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader
+  facts=name,driver_version,clocks.sm,power.limit
+  command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=$facts --format=csv,noheader
   step 00-check 30 "$python" tests/gpu_check.py --only=check --seconds=30 "--out_dir=$out/check"
 fi
 bench 01-ceilings 15 ceilings

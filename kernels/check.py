@@ -65,8 +65,8 @@ def find_fault(model, device, *arguments):
 
 
 def compare(model, device, dtype, docs, positions):
-    """Rows of a result's name, the relative difference between the kernels and plain PyTorch, and the
-    difference that is allowed: twice the error of plain PyTorch, which is compared with float64.
+    """Rows of a result's name, the relative difference between the kernels and plain PyTorch, and
+    the difference that is allowed: twice plain PyTorch's error, which is taken against float64.
     """
     length = LENGTH[device.type]
     index = torch.arange(length)

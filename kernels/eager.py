@@ -587,7 +587,7 @@ def _attend_backward(
     D = y.shape[-1]
     out, dout = y, dy
     if call.distant[0].shape[-1] > D:
-        # flash attention subtracts dout out from the products of dout and v: add the gradient of lse
+        # flash attention subtracts dout out from the products of dout and v: add dlse
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         out, dout = torch.cat((y, -dlse[..., None]), -1), F.pad(dy, (0, 1), value=1.0)
     for rows, near, columns, falling, distant in call.chunks():
