@@ -22,6 +22,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import kernels
 import rope_scaling
@@ -569,7 +570,7 @@ def check_config(config):
     require(window or not config.sinks, "sinks stay visible beyond a window: give --window=N too")
     if config.sinks and scheme.gates is not NoPE.gates:
         note(f"--pos={pos} forgets the --sinks: they stay visible, but lose weight with distance")
-    hooks = ("rotate", "bias", "relative", "angles", "gates")
+    hooks = ("rotate", "bias", "angles", "gates", "attend")
     acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
     require(
         acts_in_layers or set(pattern).isdisjoint("NS"),
@@ -592,8 +593,8 @@ def check_config(config):
 
 
 # -----------------------------------------------------------------------------
-# Chapter 2: the position schemes. To add one, derive a class from NoPE, override one of the six
-# hooks (embed, rotate, bias, relative; of the text: angles, gates) and add a line to POSITIONS.
+# Chapter 2: the position schemes. To add one, derive a class from NoPE, override one of the five
+# hooks (embed, rotate, bias; of the text: angles, gates), or attend(), and add a line to POSITIONS.
 
 
 class NoPE(nn.Module):
@@ -611,7 +612,7 @@ class NoPE(nn.Module):
     needs_whole_text = False  # True: attend() needs the queries of the whole text, not cached keys
 
     def __init_subclass__(cls):
-        if vars(cls).keys() & {"bias", "relative", "angles", "gates"}:
+        if vars(cls).keys() & {"bias", "angles", "gates"}:
             cls.by_index = True  # they count distances between indices, or sum along the text
 
     def __init__(self, config):
@@ -624,7 +625,7 @@ class NoPE(nn.Module):
         self._length = None  # input length for which the dynamic tables were computed
         self._tables_version = None  # changes with the tables; cached keys are then stale
 
-    # The six hooks.
+    # The five hooks.
 
     def embed(self, x, pos):
         """Add to the token embeddings x (B, T, C)."""
@@ -637,14 +638,6 @@ class NoPE(nn.Module):
     def bias(self, n, layer):
         """Add to the scores by distance: None, float32 slopes (H,) for -slope * distance, or a
         float32 table (H, m), m <= n, whose last entry holds for all greater distances.
-        """
-        return None
-
-    def relative(self, n, layer):
-        """Add vectors to keys and values by distance: None, or (keys, values, offsets).
-
-        keys: (H or 1, m, D), m <= n, the last holds for all greater distances; values: the same
-        shape or None; offsets: two (H, D) added to the queries, or None. See kernels/reference.py.
         """
         return None
 
@@ -671,13 +664,12 @@ class NoPE(nn.Module):
         """
         if cache is None:
             bias = self.bias(k.shape[2], layer)
-            relative = self.relative(k.shape[2], layer)
         else:
             k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
             if "gates" in mask:
                 mask["gates"] = cache.update_gates(layer, mask["gates"])
-            bias, relative = cache.position_terms(self, layer, k.shape[2])
-        return kernels.attention(q, k, v, bias=bias, relative=relative, **mask)
+            bias = cache.terms_of(layer, k.shape[2], self.bias)
+        return kernels.attention(q, k, v, bias=bias, **mask)
 
     def extend(self, method, factor, **options):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""
@@ -853,7 +845,109 @@ class Sinusoidal(NoPE):
         return x + self.scale * interleave_sin_cos(angle).to(x.dtype)
 
 
-class Shaw(NoPE):
+QUERIES_AT_ONCE = 128  # of relative vectors
+MAX_SCORES = 1 << 24  # of theirs that exist at a time: 64 MiB in float32
+
+
+class RelativeVectors(NoPE):
+    """The base of schemes that add vectors to keys and values by distance.
+
+    The kernels have no vectors. Attention is plain PyTorch, a chunk of queries at a time, and the
+    backward pass computes each chunk again, so that the memory grows as the text does.
+    """
+
+    by_index = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        # A compiler would unroll the chunks. To say so imports it, which takes two seconds.
+        self.attend_in_chunks = torch.compiler.disable(attend_in_chunks)
+
+    def vectors(self, n, layer):
+        """Return (keys, values, offsets) for n tokens. The score of a query and a key is
+        scale * ((q + u) k + (q + w) keys[distance]), and values[distance] is added to the value.
+
+        keys: (H or 1, m, D), m <= n, the last vector holds for all greater distances; values: the
+        same shape or None; offsets: u and w, each (H, D), or None.
+        """
+        raise NotImplementedError
+
+    def attend(
+        self, q, k, v, pos, layer, cache, *, scale, window=0, sinks=0, docs=None, positions=None,
+        length=None, return_lse=False, plan=None,
+    ):  # fmt: skip
+        """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D).
+
+        The options are described in kernels/reference.py; plan is not used.
+        """
+        if cache is None:
+            vectors = self.vectors(k.shape[2], layer)
+        else:
+            k, v = cache.update(layer, k.to(v.dtype), v)
+            vectors = cache.terms_of(layer, k.shape[2], self.vectors)
+        mask = {"window": window, "sinks": sinks, "docs": docs, "positions": positions}
+        attend = attend_in_chunks if q.shape[2] == 1 else self.attend_in_chunks
+        y, lse = attend(q, k, v, vectors, scale, length, mask)
+        return (y, lse) if return_lse else y
+
+
+def attend_in_chunks(q, k, v, vectors, scale, length, mask):
+    """Attend with relative vectors: the output (B, H, Tq, D) and the log-sum-exp (B, H, Tq).
+
+    vectors: what RelativeVectors.vectors() returns; mask: options of kernels.visible_keys(); the
+    others: arguments of kernels.attention().
+    """
+    dtype = v.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v = q.to(dtype).to(wide), k.to(dtype).to(wide), v.to(wide)
+    B, H, Tq, _ = q.shape
+    Tk = k.shape[2]
+    size = max(1, min(QUERIES_AT_ONCE, MAX_SCORES // (B * H * Tk)))
+    first = (Tk if length is None else length) - Tq
+    trains = torch.is_grad_enabled()
+    parts = []
+    with torch.autocast(q.device.type, enabled=False):  # which would round the scores
+        for start in range(0, Tq, size):
+            rows = q[:, :, start : start + size]
+            # Keys after the last query are in its future. Behind a length nothing is known of them.
+            end = Tk if length is not None else first + start + rows.shape[2]
+            arguments = rows, k[:, :, :end], v[:, :, :end], vectors, scale, first + start, mask
+            if trains:
+                part = checkpoint(attend_chunk, *arguments, use_reentrant=False)
+            else:
+                part = attend_chunk(*arguments)
+            parts.append(part)
+    y, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return y.to(dtype), lse
+
+
+def attend_chunk(q, k, v, vectors, scale, first, mask):
+    """Attend from queries (B, H, n, D), from the index `first` on, to keys (B, Hk, m, D)."""
+    keys, values, offsets = vectors
+    u, w = (x[:, None] for x in offsets) if offsets else (0, 0)
+    query = torch.arange(q.shape[2], device=q.device) + first
+    key = torch.arange(k.shape[2], device=q.device)
+    distance = (query[:, None] - key).clamp(0, keys.shape[1] - 1)
+    index = distance.expand(*q.shape[:2], -1, -1)  # (B, H, n, m)
+    scores = multiply_groups(q + u, k.mT)
+    scores = scores + ((q + w) @ keys.to(q.dtype).mT).gather(-1, index)
+    seen = kernels.visible_keys(query, key, **mask)
+    scores = (scores * scale).masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse[..., None]).exp()
+    y = multiply_groups(p, v)
+    if values is not None:
+        by_distance = p.new_zeros(*p.shape[:3], values.shape[1]).scatter_add(-1, index, p)
+        y = y + by_distance @ values.to(p.dtype)
+    return y, lse
+
+
+def multiply_groups(x, y):
+    """Multiply x (B, H, n, a) by y (B, Hk, a, b), which H / Hk heads share, without a copy of y."""
+    return (x.unflatten(1, (y.shape[1], -1)).flatten(2, 3) @ y).view(*x.shape[:3], -1)
+
+
+class Shaw(RelativeVectors):
     """Learned vectors by distance, added to keys and values (Shaw et al. 2018); zero at first.
 
     All distances from max_distance on share the last vector. That is at most half the original
@@ -869,12 +963,12 @@ class Shaw(NoPE):
         self.keys = nn.Parameter(torch.zeros(config.n_layer, size, config.head_dim))
         self.values = nn.Parameter(torch.zeros(config.n_layer, size, config.head_dim))
 
-    def relative(self, n, layer):
+    def vectors(self, n, layer):
         index = self.distance_index(n, self.keys.shape[1], self.keys.device)
         return self.keys[layer, None, index], self.values[layer, None, index], None
 
 
-class NEZHA(NoPE):
+class NEZHA(RelativeVectors):
     """Shaw's scheme with fixed sinusoidal vectors (Wei et al. 2019)."""
 
     pairs = "head_dim"
@@ -886,7 +980,7 @@ class NEZHA(NoPE):
         self.max_distance = min(self.max_distance, max(1, config.original_length // 2))
         self.register_constant("inv_freq", sinusoid_frequencies(config.head_dim))
 
-    def relative(self, n, layer):
+    def vectors(self, n, layer):
         m = min(n, math.ceil(self.max_distance * self.position_scale) + 1)
         distance = torch.arange(m, device=self.inv_freq.device) / self.position_scale
         angle = distance.clamp(max=self.max_distance)[:, None] * self.inv_freq
@@ -894,7 +988,7 @@ class NEZHA(NoPE):
         return table, table, None
 
 
-class TransformerXL(NoPE):
+class TransformerXL(RelativeVectors):
     """Scores (q + u) k + (q + v) W_R R(distance), R sinusoidal (Transformer-XL, Dai et al. 2019).
 
     u and v (H, D) are shared by all layers; every layer has its own W_R (H D, C). The method
@@ -912,7 +1006,7 @@ class TransformerXL(NoPE):
         self.v = nn.Parameter(torch.zeros(H, D))
         self.project = nn.Parameter(torch.randn(config.n_layer, H * D, C) * (0.5 / math.sqrt(C)))
 
-    def relative(self, n, layer):
+    def vectors(self, n, layer):
         is_clamped = self.scaling[0] == "clamp"
         m = min(n, self.config.original_length) if is_clamped else n
         distance = torch.arange(m, device=self.u.device)

@@ -53,7 +53,7 @@ def plot_positions(axes):
     n_whole = (2 * math.pi / inv_freq <= LENGTH).sum()
     axes[1].axvline(n_whole - 0.5, color="black", linestyle="--")
 
-    keys, _, _ = POSITIONS["nezha"](CONFIG).relative(1000, 0)  # (1, m, D): the last for all farther
+    keys, _, _ = POSITIONS["nezha"](CONFIG).vectors(1000, 0)  # (1, m, D): the last for all farther
     draw_heatmap(axes[2], keys[0], "nezha: added to keys and values", "channel", "distance")
 
     # what depends on the distance alone: buckets, and biases by head

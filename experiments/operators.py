@@ -34,10 +34,8 @@ from nanolong.errors import require
 # Attention by PyTorch
 
 
-def plain_attention(q, k, v, bias=None, relative=None):
-    """Compute SDPA with the bias as its mask; of vectors, which it does not have, the formula."""
-    if relative:
-        return reference.attention(q, k, v, relative=relative)
+def plain_attention(q, k, v, bias=None):
+    """Compute SDPA with the bias as its mask."""
     if bias is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     index = torch.arange(q.shape[2], device=q.device)
@@ -107,11 +105,11 @@ def visible_blocks(T, docs, window, device):
 
 
 def peer_attention(
-    q, k, v, *, bias=None, relative=None, gates=None, docs=None, window=0, sinks=0,
-    positions=None, scale=None, plan=None,
+    q, k, v, *, bias=None, gates=None, docs=None, window=0, sinks=0, positions=None, scale=None,
+    plan=None,
 ):  # fmt: skip
     """Compute kernels.attention() of a training step by SDPA, or FlexAttention if it has a term."""
-    assert relative is None and not sinks and positions is None, "no peer has these"
+    assert not sinks and positions is None, "no peer has these"
     q, k = q.to(v.dtype), k.to(v.dtype)
     window = 0 if window >= k.shape[2] else window
     if bias is None and gates is None and docs is None and not window:
@@ -137,7 +135,7 @@ def time_operators(cfg, device):
         for case, arguments, options, work, unit, both in cases:
             functions = {"plain PyTorch": plain, "ours": ours}
             if device.type == "cuda" and plain is plain_attention:
-                functions |= {} if options.get("relative") else {"FlexAttention": flex_attention}
+                functions["FlexAttention"] = flex_attention
                 functions |= {} if options else {"cuDNN": cudnn_attention}
             for direction, times in (("forward", 1), ("forward + backward", both)):
                 clocks = {}
@@ -179,8 +177,6 @@ def attention_cases(cfg, device, D=64, terms=None):
             "no term": {},
             "slopes": {"bias": 2.0 ** -torch.arange(1, H + 1, device=device)},
             "table": {"bias": random(device, H, T, dtype=torch.float32)},
-            "Shaw's vectors": {"relative": (*(random(device, 1, 129, D) for _ in "kv"), None)},
-            "Transformer-XL's vectors": {"relative": (random(device, H, T, D), None, None)},
         }
         for term in terms or options:
             case = f"{term}, {B} x {H} heads x {T} x {D}"
@@ -336,7 +332,7 @@ def clock_deterministic(clock):
 # -----------------------------------------------------------------------------
 # Tiles
 
-# Queries, keys, warps and stages. Those of vectors have to be square.
+# Queries, keys, warps and stages.
 TILES = ((32, 32, 4, 3), (32, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2))
 TILES += ((64, 64, 4, 3), (64, 64, 8, 1), (64, 128, 4, 2), (64, 128, 8, 2), (128, 32, 4, 3))
 TILES += ((128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2))
@@ -351,12 +347,12 @@ def time_tiles(cfg, device):
     require_kernels(device)
     cases = (case for D in (64, 128) for case in attention_cases(cfg, device, D))
     for case, arguments, options, *_ in cases:
-        is_square = "relative" in options
-        names = flash.KERNELS if options else flash.KERNELS[:-1]  # the last has tables and vectors
+        # the sweep is for tables
+        names = flash.KERNELS if case.startswith("table") else flash.KERNELS[:-1]
         for kernel in (*names, "all"):
             clocks = {"now": LaunchClock(find_tile(arguments, options, kernel, {}), device)}
             for tile in TOY_TILES if cfg.toy else TILES:
-                if tile[0] == tile[1] or not (is_square or kernel in ("sweep", "all")):
+                if tile[0] == tile[1] or kernel not in ("sweep", "all"):
                     changed = names if kernel == "all" else (kernel,)
                     tiles = dict.fromkeys(changed, flash.Tile(*tile))
                     find = find_tile(arguments, options, kernel, tiles)

@@ -29,6 +29,7 @@ linear_cross_entropy = eager.linear_cross_entropy
 positions_in_documents = eager.positions_in_documents
 rms_norm = eager.rms_norm
 rotate_by = eager.rotate_by
+visible_keys = eager.visible_keys
 
 
 def rope(q, k, cos, sin):
@@ -43,19 +44,14 @@ def rope(q, k, cos, sin):
     return rotary(q, k, cos, sin)
 
 
-def attention(q, k, v, *, bias=None, relative=None, length=None, plan=None, **options):
+def attention(q, k, v, *, bias=None, length=None, plan=None, **options):
     """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention()."""
-    if v.dtype == torch.float64 or not triton_runs(q.device):
-        return eager.attention(q, k, v, bias=bias, relative=relative, length=length, **options)
-    from . import decode, flash
+    if v.dtype == torch.float64 or q.shape[2] == 1 or not triton_runs(q.device):
+        return eager.attention(q, k, v, bias=bias, length=length, **options)
+    from . import flash
 
     q, k = q.to(v.dtype), k.to(v.dtype)  # as in reference.py
-    keys, values, offsets = relative or (None, None, None)
-    tensors = (q, k, v, bias, options.get("gates"), keys, values, *(offsets or ()))
-    has_grad = any(x is not None and x.requires_grad for x in tensors) and torch.is_grad_enabled()
-    if length is not None or q.shape[2] <= 8 and not has_grad:
-        return decode.attention(q, k, v, bias=bias, relative=relative, length=length, **options)
-    return flash.attention(q, k, v, bias=bias, relative=relative, plan=plan, **options)
+    return flash.attention(q, k, v, bias=bias, plan=plan, **options)
 
 
 # Under torch.compile a selective checkpoint warns that in-place operators would go wrong in it.
@@ -69,7 +65,7 @@ def selective_checkpoint(block):
 
     These are its arguments and attention's output and log-sum-exp, whichever kernel computes them.
     The backward pass recomputes the rest, with the same dropout. If attention is written out in
-    plain PyTorch (relative vectors, a bias with gradient), no activation of it is kept.
+    plain PyTorch (a bias with gradient, relative vectors), no activation of it is kept.
     """
     make_contexts = checkpoint.create_selective_checkpoint_contexts
     options = {"context_fn": functools.partial(make_contexts, _save_attention)}

@@ -7,7 +7,6 @@ of its own.
 """
 
 import contextlib
-import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -221,8 +220,8 @@ def positions_in_documents(docs):
 
 
 def attention(
-    q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None, gates=None,
+    q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None,
+    return_lse=False, length=None, gates=None,
 ):  # fmt: skip
     """Compute reference.attention(), whose docstring describes the arguments.
 
@@ -233,7 +232,7 @@ def attention(
         length = None
         k, v = k[:, :, :n], v[:, :, :n]
         gates = None if gates is None else gates[..., :n]
-    assert gates is None or (bias is None and relative is None), "gates are with no other term"
+    assert gates is None or bias is None, "gates are with no other term"
     H, Tq, D = q.shape[1:]
     Tk = k.shape[2]
     scale = D**-0.5 if scale is None else scale
@@ -245,7 +244,7 @@ def attention(
     # Bands have log-sum-exps and gradients of all terms, and need little memory. On a CPU they are
     # also faster than a mask, but for one query or a short text.
     many_on_cpu = q.device.type == "cpu" and Tq > 1
-    in_bands = return_lse or relative is not None
+    in_bands = return_lse
     added = gates if bias is None else bias
     if added is not None:
         trains = torch.is_grad_enabled() and added.requires_grad
@@ -271,7 +270,7 @@ def attention(
     with no_autocast:
         if not in_bands:
             return _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask).to(dtype)
-        y, lse = _attend_in_bands(q, k, v, bias, relative, gates, scale, mask, length)
+        y, lse = _attend_in_bands(q, k, v, bias, gates, scale, mask, length)
     return (y.to(dtype), lse) if return_lse else y.to(dtype)
 
 
@@ -317,17 +316,24 @@ class _Mask(NamedTuple):
         """
         query = self.indices(rows, device)
         key = torch.arange(self.n_keys, device=device)[keys]
-        distance = query[:, None] - key
-        seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
-        seen = seen[None]
-        if self.window:
-            pos = torch.arange(self.n_keys, device=device)
-            pos = torch.atleast_2d(pos if self.positions is None else self.positions)
-            gap = pos[:, query, None] - pos[:, None, key]
-            seen = seen & ((gap.abs() < self.window) | (pos[:, None, key] < self.sinks))
-        if self.docs is not None:
-            seen = seen & (self.docs[:, query, None] == self.docs[:, None, key])
-        return seen[:, None], distance
+        return visible_keys(query, key, *self[2:]), query[:, None] - key
+
+
+def visible_keys(query, key, window=0, sinks=0, positions=None, docs=None, causal=True):
+    """Find out which keys (m,) each query (n,) sees: bool (1 or B, 1, n, m).
+
+    query, key: indices in the text; the others: options of attention().
+    """
+    seen = query[:, None] >= key if causal else torch.ones_like(query[:, None] >= key)
+    seen = seen[None]
+    if window:
+        pos = None if positions is None else torch.atleast_2d(positions)
+        of_query, of_key = (x[None] if pos is None else pos[:, x] for x in (query, key))
+        gap = of_query[:, :, None] - of_key[:, None]
+        seen = seen & ((gap.abs() < window) | (of_key[:, None] < sinks))
+    if docs is not None:
+        seen = seen & (docs[:, query, None] == docs[:, None, key])
+    return seen[:, None]
 
 
 def _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask):
@@ -358,11 +364,10 @@ def _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask):
 # -----------------------------------------------------------------------------
 # Attention in bands
 #
-# A chunk of queries gets explicit scores for near keys, with the bias and the vectors of each
-# distance. Keys from the distance `reach` on share the last ones and go through PyTorch's flash
-# attention for CPUs; the two parts are merged by their log-sum-exps. The backward pass of flash
-# attention takes the output and the log-sum-exp over **all** keys, and returns the gradients for
-# the distant keys. The last table entry is added to every distant score. Its gradient is the part
+# A chunk of queries gets explicit scores for near keys, with the bias of each distance. Keys from
+# the distance `reach` on share the last entry and go through PyTorch's flash attention for CPUs; the
+# two parts are merged by their log-sum-exps. The backward pass of flash attention takes the output
+# and the log-sum-exp over **all** keys, and returns the gradients for the distant keys. The last table entry is added to every distant score. Its gradient is the part
 # of the row's total that the near scores do not take; the total is the gradient of the log-sum-exp.
 #
 # Gates c_i - c_j go through flash attention for all keys before the chunk: c_i is a constant of
@@ -377,12 +382,11 @@ FLASH_DEVICES = ("cpu",)
 CHUNK = 128  # queries at a time on a CPU
 
 
-def _attend_in_bands(q, k, v, bias, relative, gates, scale, mask, length):
+def _attend_in_bands(q, k, v, bias, gates, scale, mask, length):
     """Compute attention in bands: the output, and the log-sum-exp (B, H, Tq)."""
     B, H, Tq, _ = q.shape
     Tk = k.shape[2]
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    keys, values, offsets = (None,) * 3 if relative is None else relative
     if bias is not None and bias.dim() == 1:
         index = torch.arange(Tk if mask.causal else max(Tq, Tk), device=q.device)
         if mask.causal:
@@ -393,7 +397,7 @@ def _attend_in_bands(q, k, v, bias, relative, gates, scale, mask, length):
     bias = q.new_zeros(1, 1) if bias is None else bias.to(q.dtype)
 
     # The first distance that is not near, and the number of queries at a time.
-    reach = max(2, *(x.shape[1] for x in (bias, keys) if x is not None)) - 1
+    reach = max(2, bias.shape[1]) - 1
     if q.device.type not in FLASH_DEVICES:
         reach = Tk
     if mask.window and not mask.sinks and mask.positions is None:
@@ -405,38 +409,23 @@ def _attend_in_bands(q, k, v, bias, relative, gates, scale, mask, length):
         n = max(n, min(6 * CHUNK, Tk // 16))
     n = max(1, min(n, Tq, MAX_SCORES // (2 * B * H * (reach + n) + B * Tk)))
 
-    # The terms of each distance, and of all distant keys.
-    terms = functools.partial(_by_falling_distance, reach, n, mask.causal)
-    table = terms(bias, float("-inf"))
-    distant_k = distant_v = None
-    if keys is not None:
-        keys = keys.to(q.dtype)
-        distant_k = k + keys[:, -1:] if reach < Tk else None
-        if offsets is not None:  # (q + u) k + (q + w) key = (q + u) (k + key) + (w - u) key
-            u, w = (offset.to(q.dtype)[:, None] for offset in offsets)
-            q = q + u
-            table = table + terms(scale * ((w - u) * keys).sum(-1), 0)
-        keys = terms(keys, 0)
-    if values is not None:
-        values = values.to(q.dtype)
-        distant_v = v + values[:, -1:]
-        values = terms(values, 0)
+    table = _by_falling_distance(reach, n, mask.causal, bias)
     return _Bands.apply(
         (mask.window, mask.sinks, int(mask.causal), reach, n), scale,
-        q, k, v, distant_k, distant_v, table, keys, values, gates,
-        mask.docs, mask.positions, length,
+        q, k, v, table, gates, mask.docs, mask.positions, length,
     )  # fmt: skip
 
 
-def _by_falling_distance(reach, n, causal, x, future):
-    """x (H, m, ...) at distances 0, 1, ... -> (H, L, ...), from distance reach + n - 1 down.
+def _by_falling_distance(reach, n, causal, table):
+    """Table (H, m) at distances 0, 1, ... -> (H, L), from distance reach + n - 1 down.
 
-    Behind distance 0 are n - 1 times `future`, or if attention is not causal, later keys.
+    Behind distance 0 are n - 1 times -inf, or if attention is not causal, later keys.
     """
-    last = x[:, -1:].expand(-1, max(0, reach + n - x.shape[1]), *x.shape[2:])
-    x = torch.cat((x, last), 1)[:, : reach + n]
-    later = torch.full_like(x[:, : n - 1], future) if causal else x[:, 1 : reach + n - 1]
-    return torch.cat((x.flip(1), later), 1)
+    last = table[:, -1:].expand(-1, max(0, reach + n - table.shape[1]))
+    table = torch.cat((table, last), 1)[:, : reach + n]
+    future = torch.full_like(table[:, : n - 1], float("-inf"))
+    later = future if causal else table[:, 1 : reach + n - 1]
+    return torch.cat((table.flip(1), later), 1)
 
 
 class _Bands(torch.autograd.Function):
@@ -459,9 +448,10 @@ class _Bands(torch.autograd.Function):
         dy = torch.zeros_like(y) if dy is None else dy
         is_compiling = torch.compiler.is_compiling()
         compute = _backward_operator if is_compiling else _attend_backward
-        more = (ctx.sizes, ctx.scale, ctx.needs_input_grad[7], ctx.needs_input_grad[10])
-        grads = iter(compute(dy, dlse, y, lse, tensors, *more))
-        return None, None, *[None if x is None else next(grads) for x in tensors[:9]], *[None] * 3
+        *_, table_grad, gates_grad = ctx.needs_input_grad[2:7]
+        more = (ctx.sizes, ctx.scale, table_grad, gates_grad)
+        dq, dk, dv, dtable, *dgates = compute(dy, dlse, y, lse, tensors, *more)
+        return None, None, dq, dk, dv, dtable, *(dgates or [None]), None, None, None
 
 
 class _Call:
@@ -469,7 +459,7 @@ class _Call:
 
     def __init__(self, tensors, sizes, scale, has_channel):
         *tensors, docs, positions, length = tensors
-        q, k, v, distant_k, distant_v, self.table, self.keys, self.values, self.gates = tensors
+        q, k, v, self.table, self.gates = tensors
         window, sinks, causal, self.reach, self.n = sizes
         Tq, Tk = q.shape[2], k.shape[2] if length is None else int(length)
         self.scale = scale
@@ -477,9 +467,7 @@ class _Call:
         self.hides = self.mask.hides_keys()
         self.q, self.k, self.v = q.contiguous(), k.contiguous(), v.contiguous()
         # What flash attention takes, with a channel for gates, or for the log-sum-exp's gradient.
-        distant_k = self.k if distant_k is None else distant_k
-        distant_v = self.v if distant_v is None else distant_v
-        self.distant = [self.q, distant_k, distant_v]
+        self.distant = [self.q, self.k, self.v]
         if has_channel:
             weight = 0.0 if self.gates is None else 1 / scale
             self.distant = [
@@ -490,8 +478,8 @@ class _Call:
         self.near_table = self.table[:, 1:].unfold(1, self.table.shape[1] - self.n, 1).flip(1)
 
     def chunks(self):
-        """Yield rows of queries, their near keys, columns of near_table and falling distances for
-        these, and distant keys: all are slices.
+        """Yield rows of queries, their near keys, columns of near_table for these, and distant
+        keys: all are slices.
         """
         Tq, n = self.q.shape[2], self.n
         for i in range(0, Tq, n):
@@ -502,20 +490,17 @@ class _Call:
             # Column 0 has distance reach - 1 in the first row, and index 0 has reach + n - 1.
             column = self.reach - 1 - (first - start)
             columns = slice(column, column + seen.stop - start)
-            falling = slice(column + n + 1 - (rows.stop - i), columns.stop + n)
-            yield rows, slice(start, seen.stop), columns, falling, slice(seen.start, start)
+            yield rows, slice(start, seen.stop), columns, slice(seen.start, start)
 
     def indices(self, rows):
         """The same slice of the keys."""
         return slice(self.mask.q_start + rows.start, self.mask.q_start + rows.stop)
 
-    def near_scores(self, rows, near, columns, falling):
+    def near_scores(self, rows, near, columns):
         """Explicit scores (B, H, n, near)."""
         q = self.q[:, :, rows] * self.scale
         scores = q @ self.k[:, :, near].mT
         scores += self.near_table[:, : q.shape[2], columns]
-        if self.keys is not None:
-            scores += _distances_to_keys(q @ self.keys[:, falling].mT, scores.shape[3])
         if self.gates is not None:
             of_queries = self.gates[:, :, self.indices(rows), None]
             scores += (of_queries - self.gates[:, :, None, near]).to(scores.dtype)
@@ -548,15 +533,13 @@ def _attend_forward(
     tensors: Sequence[Tensor | None], sizes: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp."""
-    call = _Call(tensors, sizes, scale, tensors[8] is not None)
+    call = _Call(tensors, sizes, scale, tensors[4] is not None)
     y, lse = _zero_outputs(tensors)
-    for rows, near, columns, falling, distant in call.chunks():
-        p = call.near_scores(rows, near, columns, falling)
+    for rows, near, columns, distant in call.chunks():
+        p = call.near_scores(rows, near, columns)
         unit = p.amax(-1, keepdim=True)
         p = p.sub_(unit).exp_()
         part = p @ call.v[:, :, near]
-        if call.values is not None:
-            part += _keys_to_distances(p) @ call.values[:, falling]
         unit = unit.squeeze(-1)
         total = unit + p.sum(-1).log()
         if distant.start < distant.stop:
@@ -577,12 +560,10 @@ def _attend_backward(
     tensors: Sequence[Tensor | None], sizes: Sequence[int], scale: float, table_grad: bool,
     gates_grad: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of the first nine tensors, without a None for a missing tensor."""
-    call = _Call(tensors, sizes, scale, tensors[8] is not None or dlse is not None)
-    grads = [None if x is None else x.new_zeros(x.shape) for x in tensors[:9]]
-    dq, dk, dv, distant_dk, distant_dv, dtable, dkeys, dvalues, dgates = grads
-    distant_dk = dk if distant_dk is None else distant_dk
-    distant_dv = dv if distant_dv is None else distant_dv
+    """The gradients of q, k, v, the table and, if there are any, the gates."""
+    call = _Call(tensors, sizes, scale, tensors[4] is not None or dlse is not None)
+    grads = [None if x is None else x.new_zeros(x.shape) for x in tensors[:5]]
+    dq, dk, dv, dtable, dgates = grads
     near_dtable = torch.zeros_like(call.near_table) if table_grad else None
     D = y.shape[-1]
     out, dout = y, dy
@@ -590,18 +571,14 @@ def _attend_backward(
         # flash attention subtracts dout out from the products of dout and v: add dlse
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         out, dout = torch.cat((y, -dlse[..., None]), -1), F.pad(dy, (0, 1), value=1.0)
-    for rows, near, columns, falling, distant in call.chunks():
+    for rows, near, columns, distant in call.chunks():
         q, g, total = call.q[:, :, rows], dy[:, :, rows], lse[:, :, rows]
         k, v = call.k[:, :, near], call.v[:, :, near]
         # the gradient of what all scores of a query have in common
         rest = torch.zeros_like(total) if dlse is None else dlse[:, :, rows]
         delta = (g * y[:, :, rows]).sum(-1) - rest
-        p = call.near_scores(rows, near, columns, falling).sub_(total[..., None]).exp_()
-        ds = g @ v.mT
-        if dvalues is not None:
-            ds += _distances_to_keys(g @ call.values[:, falling].mT, ds.shape[3])
-            dvalues[:, falling] += _sum_to(_keys_to_distances(p).mT @ g, dvalues)
-        ds.sub_(delta[..., None]).mul_(p)
+        p = call.near_scores(rows, near, columns).sub_(total[..., None]).exp_()
+        ds = (g @ v.mT).sub_(delta[..., None]).mul_(p)
         if gates_grad:  # gradients of a query's scores sum to the gradient of its log-sum-exp
             dgates[:, :, call.indices(rows)] += _sum_to_batch(rest, dgates)
             dgates[:, :, near] -= _sum_to_batch(ds.sum(-2), dgates)
@@ -612,10 +589,6 @@ def _attend_backward(
         dv[:, :, near] += p.mT @ g
         dk[:, :, near] += ds.mT @ q
         dq[:, :, rows] = ds @ k
-        if dkeys is not None:
-            ds = _keys_to_distances(ds)
-            dq[:, :, rows] += ds @ call.keys[:, falling]
-            dkeys[:, falling] += _sum_to(ds.mT @ q, dkeys)
         if distant.start < distant.stop:
             qkv, added, is_blind, shift = call.distant_scores(rows, distant)
             far_dq, far_dk, far_dv = _flash_backward(
@@ -623,8 +596,8 @@ def _attend_backward(
                 attn_mask=added, scale=scale,
             )  # fmt: skip
             dq[:, :, rows] += far_dq[..., :D]
-            distant_dk[:, :, distant] += far_dk[..., :D]
-            distant_dv[:, :, distant] += far_dv[..., :D]
+            dk[:, :, distant] += far_dk[..., :D]
+            dv[:, :, distant] += far_dv[..., :D]
             if gates_grad:
                 dgates[:, :, distant] -= _sum_to_batch(far_dk[..., D], dgates)
             if table_grad:
@@ -665,24 +638,15 @@ _forward_operator.register_fake(_zero_outputs)
 
 @_backward_operator.register_fake
 def _fake_gradients(dy, dlse, y, lse, tensors, sizes, scale, table_grad, gates_grad):
-    return [x.new_empty(x.shape) for x in tensors[:9] if x is not None]
-
-
-def _distances_to_keys(x, n_keys):
-    """x (..., n, n + n_keys - 1), over falling distances -> (..., n, n_keys).
-
-    Row r is r tokens later than row 0, so its keys start at column n - 1 - r. In memory, that is
-    one long row, read from element n - 1 on with a stride shorter by one (Transformer-XL's shift).
-    """
-    *batch, n, length = x.shape
-    if n == 1:
-        return x
-    x = x.reshape(*batch, n * length)[..., n - 1 : n - 1 + n * (length - 1)]
-    return x.reshape(*batch, n, length - 1)[..., :n_keys]
+    return [x.new_empty(x.shape) for x in tensors[:5] if x is not None]
 
 
 def _keys_to_distances(p):
-    """The inverse: p (..., n, n_keys) -> (..., n, n + n_keys - 1), zero where there is no key."""
+    """p (..., n, n_keys), by key -> (..., n, n + n_keys - 1), over falling distances.
+
+    Row r is r tokens later than row 0, so its keys start at column n - 1 - r (Transformer-XL's
+    shift). Where a row has no key it is zero.
+    """
     *batch, n, n_keys = p.shape
     if n == 1:
         return p

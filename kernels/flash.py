@@ -5,14 +5,13 @@ Imports only torch and triton: copy this file into your project.
 For query i and key j of one head, at distance d = |i - j| by index:
 
     score(i, j) = scale * (q_i . k_j) + bias(i, j)
-    out_i       = sum_j softmax_j(score(i, .)) * (v_j + rel_values[min(d, m - 1)])
+    out_i       = sum_j softmax_j(score(i, .)) * v_j
 
-over the keys that i may see; with gates c_i - c_j is added (7.). The bias is one of four kinds:
+over the keys that i may see; with gates c_i - c_j is added (7.). The bias is one of three kinds:
 
     NONE      0
-    SLOPES    -slope * d                            ALiBi, with fixed or trained slopes
-    TABLE     table[min(d, m - 1)]                  T5, KERPLE, Sandwich
-    VECTORS   scale * (r_i . keys[min(d, m - 1)])   Shaw and NEZHA: r = q; Transformer-XL: r = q + w
+    SLOPES    -slope * d             ALiBi, with fixed or trained slopes
+    TABLE     table[min(d, m - 1)]   T5, KERPLE, Sandwich
 
 In plain PyTorch: attention() in kernels/reference.py. A scheme passes in its table, whatever its
 parameters are; autograd computes the gradient from the table to the parameters.
@@ -27,13 +26,11 @@ sum, so that the (T, T) scores are never stored. What the tutorial does not have
 2. Segments. The host decides which tiles a program visits, in visited(). Of the key blocks of a
    query block, some are empty and never visited, some are partly visible and need a mask, and the
    rest are wholly visible. Tiles in which every distance is m - 1 or more form a segment of their
-   own, CLIPPED: there the bias of a table is a single number, and relative vectors add one number a
-   query. Neither costs anything.
+   own, CLIPPED: there the bias of a table is a single number, which costs nothing.
 
 3. The bias row. In a tile the bias depends on r - c alone (query r, key c), so BM + BN - 1 values
    describe it. They are loaded once and expanded to the tile (_expand). Loading each of the BM x BN
-   values by its own pointer gives the same result with forty times the loads. Relative vectors are
-   loaded in the same way, multiplied with the queries and then expanded (_skew).
+   values by its own pointer gives the same result with forty times the loads.
 
 4. The diagonal sweep (_sweep_kernel). The gradient of table[d] is the sum of dS along diagonal d,
    over rows, batch, and heads that share the table. One program visits all tiles of one diagonal of
@@ -69,11 +66,10 @@ import torch
 import triton
 import triton.language as tl
 
-# The kinds of bias, by the number of dimensions of slopes (H,), a table (H, m) and vectors.
+# The kinds of bias, by the number of dimensions of slopes (H,) and a table (H, m).
 NONE = tl.constexpr(0)
 SLOPES = tl.constexpr(1)
 TABLE = tl.constexpr(2)
-VECTORS = tl.constexpr(3)
 
 # The segments of blocks that a program visits. Those below WHOLE need a mask.
 SINKS = tl.constexpr(0)  # the first keys, if blocks between them and the window are not visited
@@ -105,9 +101,7 @@ class Call(NamedTuple):
     q: Rows
     k: Rows
     v: Rows
-    qr: Rows  # the queries that meet the relative keys
-    bias: Rows  # slopes (H,), a table (H, m) or relative keys (H or 1, m, D); t: distances
-    rel_v: Rows  # relative values, as the keys
+    bias: Rows  # slopes (H,) or a table (H, m); t: distances
     gates: Rows  # in log2 units, of in_two_parts(); in decode.py float64, as they are given
     pos: Rows  # positions for the window, if they are not the indices
     docs: Rows
@@ -195,7 +189,7 @@ def _has_key_blocks(call, segment: tl.constexpr):
     return (
         segment == RIGHT
         or segment == WHOLE
-        or (segment == CLIPPED and call.KIND >= TABLE)
+        or (segment == CLIPPED and call.KIND == TABLE)
         or (segment < RIGHT and hides_past)
     )
 
@@ -250,17 +244,14 @@ def _expand(row, x):
 
 
 @triton.jit
-def _load_constant(call, bias, qr):
-    """What does not depend on the distance: the slope, or the bias of all clipped distances.
-
-    That is the last entry of a table, or each query's product with the last vector.
+def _load_constant(call, bias):
+    """What does not depend on the distance: the slope, or the last entry of a table, which is the
+    bias of all clipped distances.
     """
     if call.KIND == SLOPES:
         return tl.load(bias.ptr)
     elif call.KIND == TABLE:
         return tl.load(bias.ptr + call.m - 1)
-    elif call.KIND == VECTORS:
-        return _last_product(call, qr, bias)
     else:
         return 0.0
 
@@ -281,9 +272,7 @@ def _gates_since(call, gates, start, i):
 
 
 @triton.jit
-def _scores(
-    call, bias, q, qr, k, constant, i0, n0, r, c, IS_CLIPPED: tl.constexpr, FLIP: tl.constexpr
-):
+def _scores(call, bias, q, k, constant, i0, n0, r, c, IS_CLIPPED: tl.constexpr, FLIP: tl.constexpr):
     """The scores of a tile, in log2 units, are s * factor + shift: returns the three.
 
     factor is a number, and shift a number or one for each query. So the scale, and what is the same
@@ -317,86 +306,11 @@ def _scores(
             bias_row = tl.load(bias.ptr + tl.minimum(distance, call.m - 1))
             x = -_difference(c, r) if FLIP else _difference(r, c)
             s = s * call.scale + _expand(bias_row, x + last)
-    elif call.KIND == VECTORS:
-        if IS_CLIPPED:
-            shift = constant * call.scale
-        else:
-            s += _vector_products(call, qr, bias, d0, r, c, FLIP)
     elif call.gates is not None:
         factor = 1.0
         _, of_key = _pair(r, constant, FLIP)
         s = s * call.scale - of_key
     return s, factor, shift
-
-
-# Relative vectors. A square tile of B queries and B keys has 2 B - 1 distances, d0 + r - c. There
-# are two products of B x B, with the vectors of the smaller and of the larger distances. A triangle
-# chooses between them, and the skew moves the result from distances to keys.
-
-
-@triton.jit
-def _skew(tile, r, c, FLIP: tl.constexpr):
-    """Move column c of a square tile to column y = (r - c - 1) mod B, which is its own inverse.
-
-    It leads from keys to distances and back. The distance at column y is d0 - (B - 1) + y if y >= r
-    (on and above the tile's diagonal), and B more if y < r: a column holds two distances.
-    """
-    B: tl.constexpr = r.shape[0]
-    i, j = _pair(r, c, FLIP)
-    y = (i - 1 - j) & (B - 1)
-    at = y * B + i if FLIP else i * B + y
-    return tl.reshape(tl.gather(tl.ravel(tile), tl.ravel(at), 0), [B, B])
-
-
-@triton.jit
-def _load_vectors(call, x, d0, c):
-    """The vectors of the B smaller and of the B larger distances of a tile, clipped to m - 1."""
-    B: tl.constexpr = c.shape[0]
-    distance = d0 - (B - 1) + c
-    low = load_rows(call, x, 0, tl.minimum(tl.abs(distance), call.m - 1), 0, False)
-    high = load_rows(call, x, 0, tl.minimum(tl.abs(distance + B), call.m - 1), 0, False)
-    return low, high
-
-
-@triton.jit
-def _vector_products(call, rows, x, d0, r, c, FLIP: tl.constexpr):
-    """Compute rows_r . x[min(d, m - 1)] for each query and key of a square tile."""
-    low, high = _load_vectors(call, x, d0, c)
-    low_product = tile_product(call, rows, low, FLIP)
-    high_product = tile_product(call, rows, high, FLIP)
-    i, j = _pair(r, c, FLIP)
-    return _skew(tl.where(j >= i, low_product, high_product), r, c, FLIP)
-
-
-@triton.jit
-def _split_by_distance(tile, r, c):
-    """A square tile by distance instead of by key: the smaller distances, and the larger."""
-    tile = _skew(tile, r, c, False)
-    is_low = c[None, :] >= r[:, None]
-    return tl.where(is_low, tile, 0.0), tl.where(is_low, 0.0, tile)
-
-
-@triton.jit
-def _add_vectors(call, acc, weights, x, d0, r, c):
-    """Compute acc + sum_c weights[r, c] x[min(d, m - 1)]: _vector_products() backwards."""
-    low, high = _load_vectors(call, x, d0, c)
-    low_weights, high_weights = _split_by_distance(weights.to(low.dtype), r, c)
-    acc = tl.dot(low_weights, low, acc, input_precision=call.PRECISION)
-    return tl.dot(high_weights, high, acc, input_precision=call.PRECISION)
-
-
-@triton.jit
-def _last_vector(call, x):
-    """Load the vector of all clipped distances: (DP,) float32."""
-    channel = tl.arange(0, call.DP)
-    at = x.ptr + (call.m - 1) * x.t + channel
-    return tl.load(at, mask=channel < call.D, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _last_product(call, rows, x):
-    """Multiply each row with the vector of all clipped distances: (rows,) float32."""
-    return tl.sum(rows.to(tl.float32) * _last_vector(call, x)[None, :], 1)
 
 
 # -----------------------------------------------------------------------------
@@ -411,7 +325,6 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
     r, c = tl.arange(0, BM), tl.arange(0, BN)
     k_head, v_head = head_rows(call.k, b, h // call.G), head_rows(call.v, b, h // call.G)
     bias = head_rows(call.bias, 0, h)
-    rel_v = head_rows(call.rel_v, 0, h)
     gates = head_rows(call.gates, b, h)
 
     # the queries, and what their bias needs
@@ -420,18 +333,16 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
     if gates is not None:
         start, _ = _load_gates(call, gates, i0 + BM // 2)
     q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
-    qr = q if call.qr is None else load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
-    constant = _load_constant(call, bias, qr)
+    constant = _load_constant(call, bias)
 
     acc = tl.zeros([BM, call.DP], tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
-    clipped_mass = tl.zeros([BM], tl.float32)  # the probability mass of clipped tiles
     # Finite: a row may see nothing of its first tiles, and -inf - -inf is NaN.
     row_max = tl.full([BM], -1e30, tl.float32)
     for segment in tl.static_range(5):
         if _has_key_blocks(call, segment):
             first, end = _segment(segments, b, block, segment)
-            for n in tl.range(first, end, disable_licm=call.KIND == VECTORS):
+            for n in tl.range(first, end):
                 # scores of the tile
                 n0 = n * BN
                 k = load_rows(call, k_head, n0, c, call.Tk, segment < WHOLE)
@@ -439,7 +350,7 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
                 if gates is not None:
                     of_tile = _gates_since(call, gates, start, n0 + c)
                 s, factor, shift = _scores(
-                    call, bias, q, qr, k, of_tile, i0, n0, r, c, segment == CLIPPED, False
+                    call, bias, q, k, of_tile, i0, n0, r, c, segment == CLIPPED, False
                 )
                 if segment < WHOLE:
                     visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, False)
@@ -449,23 +360,14 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
                 new_max = tl.maximum(row_max, tl.max(s, 1) * factor + shift)
                 p = tl.exp2(s * factor - (new_max - shift)[:, None])
                 decay = tl.exp2(row_max - new_max)
-                p_sum = tl.sum(p, 1)
                 row_max = new_max
-                row_sum = row_sum * decay + p_sum
+                row_sum = row_sum * decay + tl.sum(p, 1)
 
                 # values
                 acc *= decay[:, None]
-                if rel_v is not None:
-                    clipped_mass *= decay
-                    if segment == CLIPPED:
-                        clipped_mass += p_sum
-                    else:
-                        acc = _add_vectors(call, acc, p, rel_v, i0 - n0, r, c)
                 v = load_rows(call, v_head, n0, c, call.Tk, segment < WHOLE)
                 acc = tl.dot(p.to(v.dtype), v, acc, input_precision=call.PRECISION)
 
-    if rel_v is not None:
-        acc += clipped_mass[:, None] * _last_vector(call, rel_v)[None, :]
     store_rows(call, head_rows(OUT, b, h), m0, r, call.Tq, acc / row_sum[:, None])
     to = LSE + ((b * tl.num_programs(1) + h) * call.Tq + m0 + r)
     lse = row_max + tl.log2(row_sum)
@@ -475,31 +377,26 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
 
 
 # -----------------------------------------------------------------------------
-# Backward: P is recomputed from the log-sum-exp; dP = dO (v + rel_values); dS = P (dP - delta)
+# Backward: P is recomputed from the log-sum-exp; dP = dO v; dS = P (dP - delta)
 
 
 @triton.jit
-def _dq_kernel(
-    call, segments, OUT, LSE, DOUT, DLSE, DQ, DQR, DELTA, BM: tl.constexpr, BN: tl.constexpr
-):
+def _dq_kernel(call, segments, OUT, LSE, DOUT, DLSE, DQ, DELTA, BM: tl.constexpr, BN: tl.constexpr):
     """Compute dQ and the corrected delta of BM queries of one head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     r, c = tl.arange(0, BM), tl.arange(0, BN)
     k_head, v_head = head_rows(call.k, b, h // call.G), head_rows(call.v, b, h // call.G)
     bias = head_rows(call.bias, 0, h)
-    rel_v = head_rows(call.rel_v, 0, h)
     gates = head_rows(call.gates, b, h)
 
     # the queries, their output and its gradient, and what their bias needs
     m0 = block * BM
     i0 = call.Tk - call.Tq + m0
     q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
-    qr = q if call.qr is None else load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
     do = load_rows(call, head_rows(DOUT, b, h), m0, r, call.Tq, True)
     out = load_rows(call, head_rows(OUT, b, h), m0, r, call.Tq, True)
-    constant = _load_constant(call, bias, qr)
-    clipped_value = 0.0 if rel_v is None else _last_product(call, do, rel_v)
+    constant = _load_constant(call, bias)
     row = (b * tl.num_programs(1) + h) * call.Tq + m0 + r
     in_range = m0 + r < call.Tq
     lse = tl.load(LSE + row, mask=in_range, other=float("inf"))  # past the last query P is 0
@@ -510,14 +407,12 @@ def _dq_kernel(
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
 
     dq = tl.zeros([BM, call.DP], tl.float32)
-    dqr = tl.zeros([BM, call.DP], tl.float32)
     # What a row of dS sums to, beyond the gradient of its log-sum-exp, is the error of its delta.
     delta_error = -dlse
-    clipped_ds = tl.zeros([BM], tl.float32)  # row sums of dS over clipped tiles
     for segment in tl.static_range(5):
         if _has_key_blocks(call, segment):
             first, end = _segment(segments, b, block, segment)
-            for n in tl.range(first, end, disable_licm=call.KIND == VECTORS):
+            for n in tl.range(first, end):
                 # probabilities of the tile
                 n0 = n * BN
                 k = load_rows(call, k_head, n0, c, call.Tk, segment < WHOLE)
@@ -525,7 +420,7 @@ def _dq_kernel(
                 if gates is not None:
                     of_tile = _gates_since(call, gates, start, n0 + c)
                 s, factor, shift = _scores(
-                    call, bias, q, qr, k, of_tile, i0, n0, r, c, segment == CLIPPED, False
+                    call, bias, q, k, of_tile, i0, n0, r, c, segment == CLIPPED, False
                 )
                 p = tl.exp2(s * factor - (lse - shift)[:, None])
                 if segment < WHOLE:
@@ -535,28 +430,14 @@ def _dq_kernel(
                 # gradient of the scores
                 v = load_rows(call, v_head, n0, c, call.Tk, segment < WHOLE)
                 dp = tile_product(call, do, v, False)
-                if rel_v is not None:
-                    if segment == CLIPPED:
-                        dp += clipped_value[:, None]
-                    else:
-                        dp += _vector_products(call, do, rel_v, i0 - n0, r, c, False)
                 ds = p * (dp - delta[:, None])
-                ds_sum = tl.sum(ds, 1)
-                delta_error += ds_sum
+                delta_error += tl.sum(ds, 1)
 
                 # gradient of the queries
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=call.PRECISION)
-                if call.KIND == VECTORS:
-                    if segment == CLIPPED:
-                        clipped_ds += ds_sum
-                    else:
-                        dqr = _add_vectors(call, dqr, ds, bias, i0 - n0, r, c)
 
     unit = call.scale * LN2  # ln 2 undoes the log2(e) in scale
     store_rows(call, head_rows(DQ, b, h), m0, r, call.Tq, dq * unit)
-    if call.KIND == VECTORS:
-        dqr += clipped_ds[:, None] * _last_vector(call, bias)[None, :]
-        store_rows(call, head_rows(DQR, b, h), m0, r, call.Tq, dqr * unit)
     tl.store(DELTA + row, delta + delta_error, mask=in_range)
 
 
@@ -582,33 +463,25 @@ def _dkdv_kernel(
     for g in tl.range(0, call.G):
         h = hk * call.G + g
         q_head = head_rows(call.q, b, h)
-        qr_head = head_rows(call.qr, b, h)
         do_head = head_rows(DOUT, b, h)
         bias = head_rows(call.bias, 0, h)
-        rel_v = head_rows(call.rel_v, 0, h)
         gates = head_rows(call.gates, b, h)
         row = (b * H + h) * call.Tq
-        head_constant = 0.0 if call.KIND == VECTORS else _load_constant(call, bias, k)
+        constant = _load_constant(call, bias)
         if gates is not None:
             start, _ = _load_gates(call, gates, n0 + BN // 2)
-            head_constant = _gates_since(call, gates, start, n0 + c)
+            constant = _gates_since(call, gates, start, n0 + c)
         dkey = tl.zeros([BN], tl.float32)
         for segment in tl.static_range(1, 5):
-            if segment < CLIPPED or call.KIND >= TABLE:
+            if segment < CLIPPED or call.KIND == TABLE:
                 first, end = _segment(segments, b, block, segment)
-                for n in tl.range(first, end, disable_licm=call.KIND == VECTORS):
+                for n in tl.range(first, end):
                     # probabilities of the tile
                     m0 = n * BM
                     i0 = call.Tk - call.Tq + m0
                     q = load_rows(call, q_head, m0, r, call.Tq, segment < WHOLE)
-                    qr = q
-                    if qr_head is not None:
-                        qr = load_rows(call, qr_head, m0, r, call.Tq, segment < WHOLE)
-                    constant = head_constant
-                    if call.KIND == VECTORS and segment == CLIPPED:
-                        constant = _last_product(call, qr, bias)
                     s, factor, shift = _scores(
-                        call, bias, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, True
+                        call, bias, q, k, constant, i0, n0, r, c, segment == CLIPPED, True
                     )
                     if segment < WHOLE:
                         in_range = m0 + r < call.Tq
@@ -628,11 +501,6 @@ def _dkdv_kernel(
                     do = load_rows(call, do_head, m0, r, call.Tq, segment < WHOLE)
                     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=call.PRECISION)
                     dp = tile_product(call, do, v, True)
-                    if rel_v is not None:
-                        if segment == CLIPPED:
-                            dp += _last_product(call, do, rel_v)[None, :]
-                        else:
-                            dp += _vector_products(call, do, rel_v, i0 - n0, r, c, True)
                     ds = p * (dp - delta[None, :])
                     if DKEY is not None:
                         if gates is not None:
@@ -651,7 +519,7 @@ def _dkdv_kernel(
 
 
 # -----------------------------------------------------------------------------
-# The diagonal sweep: the gradient of a table or of relative vectors
+# The diagonal sweep: the gradient of a table
 
 
 @triton.jit
@@ -665,15 +533,27 @@ def _tile_exists(segments, b, block, n):
 
 
 @triton.jit
-def _sweep_kernel(
-    call, segments, LSE, DOUT, DELTA, DBIAS, DREL_V, B, first_diagonal, BM: tl.constexpr
-):
+def _split_by_distance(tile, r, c):
+    """A square tile by distance instead of by key: the smaller distances, and the larger.
+
+    Column c goes to column y = (r - c - 1) mod B, which is its own inverse. The distance at column
+    y is d0 - (B - 1) + y if y >= r (on and above the tile's diagonal), and B more if y < r.
+    """
+    B: tl.constexpr = r.shape[0]
+    i = r[:, None]
+    y = (i - 1 - c[None, :]) & (B - 1)
+    tile = tl.reshape(tl.gather(tl.ravel(tile), tl.ravel(i * B + y), 0), [B, B])
+    is_low = c[None, :] >= i
+    return tl.where(is_low, tile, 0.0), tl.where(is_low, 0.0, tile)
+
+
+@triton.jit
+def _sweep_kernel(call, segments, LSE, DOUT, DELTA, DBIAS, B, first_diagonal, BM: tl.constexpr):
     """Sum dS over one diagonal of BM x BM tiles of one head, or over one of several splits of it.
 
     Query block n meets key block n - diagonal, for all n and all sequences of the batch. In these
-    tiles everything that depends on the distance is the same. With a table the summed tile is then
-    summed along its diagonals: DBIAS (splits, H, diagonals, 2 BM), by r - c + BM - 1. With vectors,
-    DBIAS (..., 2 BM, D) receives the sums of dS r_i at each distance, DREL_V the sums of P dO_i.
+    tiles everything that depends on the distance is the same. The summed tile is then summed along
+    its diagonals: DBIAS (splits, H, diagonals, 2 BM), by r - c + BM - 1.
     segments: None if the indices alone decide what is visible.
     """
     index = tl.program_id(0)
@@ -684,7 +564,6 @@ def _sweep_kernel(
     d0 = call.Tk - call.Tq + diagonal * BM
     r, c = tl.arange(0, BM), tl.arange(0, BM)
     bias = head_rows(call.bias, 0, h)
-    rel_v = head_rows(call.rel_v, 0, h)
 
     # the tiles of this program: query blocks n_lo .. n_hi - 1 of each sequence
     n_lo = tl.maximum(diagonal, 0)
@@ -701,19 +580,12 @@ def _sweep_kernel(
     tile_bias = tl.zeros([BM, BM], tl.float32)
     if call.CAUSAL:
         tile_bias = tl.where(d0 + r[:, None] - c[None, :] >= 0, 0.0, float("-inf"))
-    if call.KIND == TABLE:
-        distance = tl.abs(d0 - (BM - 1) + tl.arange(0, 2 * BM))
-        bias_row = tl.load(bias.ptr + tl.minimum(distance, call.m - 1))
-        tile_bias += _expand(bias_row, r[:, None] - c[None, :] + (BM - 1))
-        acc = tl.zeros([BM, BM], tl.float32)
-    else:
-        acc = tl.zeros([BM, call.DP], tl.float32)
-    acc_high = tl.zeros([BM, call.DP], tl.float32)
-    dv = tl.zeros([BM, call.DP], tl.float32)
-    dv_high = tl.zeros([BM, call.DP], tl.float32)
+    distance = tl.abs(d0 - (BM - 1) + tl.arange(0, 2 * BM))
+    bias_row = tl.load(bias.ptr + tl.minimum(distance, call.m - 1))
+    tile_bias += _expand(bias_row, r[:, None] - c[None, :] + (BM - 1))
 
-    end = tl.minimum(start + per_split, total)
-    for t in tl.range(start, end, disable_licm=call.KIND == VECTORS):
+    acc = tl.zeros([BM, BM], tl.float32)
+    for t in tl.range(start, tl.minimum(start + per_split, total)):
         b = (t // length).to(tl.int64)
         block = n_lo + t % length
         if _tile_exists(segments, b, block, block - diagonal):
@@ -723,10 +595,6 @@ def _sweep_kernel(
             q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
             k = load_rows(call, head_rows(call.k, b, h // call.G), n0, c, call.Tk, True)
             s = tile_product(call, q, k, False)
-            qr = q
-            if call.KIND == VECTORS:
-                qr = load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
-                s += _vector_products(call, qr, bias, d0, r, c, False)
             row = (b * H + h) * call.Tq + m0 + r
             lse = tl.load(LSE + row, mask=m0 + r < call.Tq, other=float("inf"))
             delta = tl.load(DELTA + row, mask=m0 + r < call.Tq, other=0.0)
@@ -739,36 +607,13 @@ def _sweep_kernel(
             do = load_rows(call, head_rows(DOUT, b, h), m0, r, call.Tq, True)
             v = load_rows(call, head_rows(call.v, b, h // call.G), n0, c, call.Tk, True)
             dp = tile_product(call, do, v, False)
-            if rel_v is not None:
-                dp += _vector_products(call, do, rel_v, d0, r, c, False)
-            ds = p * (dp - delta[:, None])
+            acc += p * (dp - delta[:, None])
 
-            # sums: of dS, or of dS r_i and P dO_i by distance
-            if call.KIND == TABLE:
-                acc += ds
-            else:
-                low, high = _split_by_distance(ds.to(qr.dtype), r, c)
-                acc = tl.dot(tl.trans(low), qr, acc, input_precision=call.PRECISION)
-                acc_high = tl.dot(tl.trans(high), qr, acc_high, input_precision=call.PRECISION)
-            if rel_v is not None:
-                low, high = _split_by_distance(p.to(do.dtype), r, c)
-                dv = tl.dot(tl.trans(low), do, dv, input_precision=call.PRECISION)
-                dv_high = tl.dot(tl.trans(high), do, dv_high, input_precision=call.PRECISION)
-
+    # the sum along diagonals, once for all tiles
     at = ((split * H + h) * tl.num_programs(0) + index) * (2 * BM)
-    if call.KIND == TABLE:  # the sum along diagonals, once for all tiles
-        low, high = _split_by_distance(acc, r, c)
-        tl.store(DBIAS + at + c, tl.sum(low, 0))
-        tl.store(DBIAS + at + BM + c, tl.sum(high, 0))
-    else:
-        unit = call.scale * LN2  # ln 2 undoes the log2(e) in scale
-        to = Rows(DBIAS, 0, 0, call.D)
-        store_rows(call, to, at, c, at + BM, acc * unit)
-        store_rows(call, to, at + BM, c, at + 2 * BM, acc_high * unit)
-        if rel_v is not None:
-            to = Rows(DREL_V, 0, 0, call.D)
-            store_rows(call, to, at, c, at + BM, dv)
-            store_rows(call, to, at + BM, c, at + 2 * BM, dv_high)
+    low, high = _split_by_distance(acc, r, c)
+    tl.store(DBIAS + at + c, tl.sum(low, 0))
+    tl.store(DBIAS + at + BM + c, tl.sum(high, 0))
 
 
 @triton.jit
@@ -792,7 +637,7 @@ def _reach_kernel(call, segments, REACHED, BM: tl.constexpr, BN: tl.constexpr):
 # -----------------------------------------------------------------------------
 # Tile sizes
 #
-# sm_90's tiles were timed on an H200, but for vectors at D = 128. Nobody has timed the others.
+# sm_90's tiles were timed on an H200. Nobody has timed the others.
 # They were chosen by ahead-of-time compilation: nothing is spilled up to D = 128, and shared memory
 # is within the card's limit. sm_100 and sm_103 take the tiles of sm_90. Compiled for sm_100 and
 # never timed there, these spill at most 136 bytes, and shared memory and tensor memory suffice.
@@ -811,8 +656,8 @@ class Tile(NamedTuple):
 
 KERNELS = ("forward", "dq", "dkdv", "sweep")
 # 16-bit elements: the architecture and the head dimension, rounded up, to a Tile for each of
-# KERNELS. sm_90: and newer data-centre cards; small: cards with 99 KiB of shared memory. Those of
-# vectors are square. A row for one kind of bias on one architecture goes before the general ones.
+# KERNELS. sm_90: and newer data-centre cards; small: cards with 99 KiB of shared memory. A row for
+# attention without a bias on one architecture goes before the general one.
 TILES = {
     ("sm_80", 64): ((128, 32, 4, 3), (128, 64, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_80", 128): ((64, 64, 4, 2), (128, 32, 8, 3), (16, 128, 8, 2), (64, 64, 4, 2)),
@@ -821,9 +666,6 @@ TILES = {
     ("sm_90 none", 128): ((64, 64, 4, 3), (128, 64, 8, 3), (32, 128, 8, 3), (64, 64, 4, 3)),
     ("small", 64): ((64, 64, 4, 2), (64, 32, 8, 2), (32, 64, 4, 1), (32, 32, 4, 2)),
     ("small", 128): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 2)),
-    ("sm_90 vectors", 64): ((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 3)),
-    ("vectors", 64): ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 3), (32, 32, 4, 2)),
-    ("vectors", 128): ((32, 32, 8, 1), (16, 16, 8, 1), (32, 32, 8, 2), (16, 16, 8, 1)),
 }
 SWEEP_PROGRAMS = 512  # about so many, if the tiles allow: a diagonal is split to get there
 
@@ -831,17 +673,16 @@ SWEEP_PROGRAMS = 512  # about so many, if the tiles allow: a diagonal is split t
 def tile_for(q, kind, kernel):
     """The Tile of one of KERNELS for queries (B, H, T, D) and a kind of bias."""
     family, _ = device_family(q.device)
-    is_vectors = kind == VECTORS.value
     D = q.shape[3]
     if family == "interpreter":
-        return Tile(32, 64 if kernel == "dkdv" and not is_vectors else 32, 4, 1)
+        return Tile(32, 64 if kernel == "dkdv" else 32, 4, 1)
     if q.element_size() > 2 or D > 128:
-        side = 16 if is_vectors or D > 64 else 32
+        side = 16 if D > 64 else 32
         return Tile(side, side, 8, 1)
     width = 64 if D <= 64 else 128
-    suffix = {NONE.value: " none", VECTORS.value: " vectors"}.get(kind, "")
-    general = "vectors" if is_vectors else family
-    row = TILES.get((family + suffix, width), TILES[general, width])
+    row = TILES[family, width]
+    if kind == NONE.value:
+        row = TILES.get((f"{family} none", width), row)
     return Tile(*row[KERNELS.index(kernel)])
 
 
@@ -874,7 +715,7 @@ def visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, 
     """The key blocks that each query block visits; if of_keys, the query blocks of each key block.
 
     Returns int32 (1 or B, blocks, 16): the start and the end of each segment, SINKS to CLIPPED, and
-    6 zeros, so that every row starts at a multiple of 16 bytes. m: 0 without a table or vectors.
+    6 zeros, so that every row starts at a multiple of 16 bytes. m: 0 without a table.
     The smallest and largest document and position of each block decide. So a tile is left out only
     if it is surely empty, in whatever order documents and positions are. If the documents are in
     order, no empty tile is visited.
@@ -984,14 +825,14 @@ def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan
     that will run. If the indices alone decide, the list is empty, and launch() finds the tiles.
     plan: None, or a dict in which the result stays for calls with the same mask.
     """
-    q, _, k, _, bias, _, _ = tensors
+    q, k, _, bias, _ = tensors
     positions = positions if window else None
     if docs is None and positions is None:
         return None, None, []
     kind, m = kind_of(bias)
     names = KERNELS[:1]
     if has_grad:
-        names = KERNELS if kind >= TABLE.value else KERNELS[:3]
+        names = KERNELS if kind == TABLE.value else KERNELS[:3]
     tiles = tuple((*tile_for(q, kind, name)[:2], name == "dkdv") for name in names)
     where = (window, sinks, q.shape[2], k.shape[2], m, causal)
     # In training, torch.compile itself merges equal calls of an operator; and it cannot change a
@@ -1014,9 +855,9 @@ def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan
 
 
 def kind_of(bias):
-    """The kind of bias, and the number m of distances of a table or of vectors."""
+    """The kind of bias, and the number m of distances of a table."""
     kind = 0 if bias is None else bias.dim()
-    return kind, bias.shape[1] if kind >= TABLE.value else 0
+    return kind, bias.shape[1] if kind == TABLE.value else 0
 
 
 def as_rows(x):
@@ -1030,10 +871,8 @@ def per_token(x):
 
 
 def per_distance(x):
-    """Rows of slopes (H,), a table (H, m) or vectors (H or 1, m, D), or None."""
-    if x is None:
-        return None
-    return Rows(x, 0, x.stride(0) if len(x) > 1 else 0, x.stride(1) if x.dim() == 3 else 1)
+    """Rows of slopes (H,) or a table (H, m), or None."""
+    return None if x is None else Rows(x, 0, x.stride(0), 1)
 
 
 def in_two_parts(gates):
@@ -1046,13 +885,12 @@ def in_two_parts(gates):
     return torch.stack((low, high), -1).view(torch.int64)[..., 0]
 
 
-def make_call(q, qr, k, v, bias, rel_v, gates, docs, positions, window, sinks, causal, scale):
+def make_call(q, k, v, bias, gates, docs, positions, window, sinks, causal, scale):
     kind, m = kind_of(bias)
     D = q.shape[3]
     precision = device_family(q.device)[1] if q.dtype == torch.float32 else "ieee"
     return Call(
-        q=as_rows(q), k=as_rows(k), v=as_rows(v), qr=as_rows(qr),
-        bias=per_distance(bias), rel_v=per_distance(rel_v), gates=as_rows(gates),
+        q=as_rows(q), k=as_rows(k), v=as_rows(v), bias=per_distance(bias), gates=as_rows(gates),
         pos=per_token(positions), docs=per_token(docs),
         Tq=q.shape[2], Tk=k.shape[2], m=m, window=window or None, sinks=sinks,
         scale=scale * LOG2E, G=q.shape[1] // k.shape[1],
@@ -1109,8 +947,6 @@ def kernel_layout(x, multiple=16):
     of 16 bytes, with strides that are multiples of 16 elements: only then are rows copied
     asynchronously, and for other copies Triton 3.7 leaves out a fence before the products of sm_90.
     """
-    if x is None:
-        return x
     aligned = all(stride % multiple == 0 for stride in x.stride()[:3])
     aligned = aligned and x.data_ptr() % multiple == 0
     if aligned and x.stride(3) == 1 and x.stride(2) < 1 << 24:
@@ -1125,17 +961,17 @@ def kernel_layout(x, multiple=16):
 
 @torch.library.custom_op("nanolong::attention", mutates_args=())
 def _attention(
-    q: torch.Tensor, qr: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
-    bias: torch.Tensor | None, rel_v: torch.Tensor | None, gates: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    bias: torch.Tensor | None, gates: torch.Tensor | None,
     docs: torch.Tensor | None, positions: torch.Tensor | None, segments: list[torch.Tensor],
     window: int, sinks: int, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The forward pass: the output and the log-sum-exp in log2 units."""
-    q, qr, k, v = (kernel_layout(x) for x in (q, qr, k, v))
+    q, k, v = (kernel_layout(x) for x in (q, k, v))
     out, lse = empty_results(q)
     if out.numel():
-        terms = bias, rel_v, in_two_parts(gates)
-        call = make_call(q, qr, k, v, *terms, docs, positions, window, sinks, causal, scale)
+        terms = bias, in_two_parts(gates)
+        call = make_call(q, k, v, *terms, docs, positions, window, sinks, causal, scale)
         launch(_forward_kernel, "forward", call, segments, as_rows(out), lse)
     return out, lse
 
@@ -1146,27 +982,25 @@ _attention.register_fake(empty_results)
 @torch.library.custom_op("nanolong::attention_backward", mutates_args=())
 def _attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    q: torch.Tensor, qr: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
-    bias: torch.Tensor | None, rel_v: torch.Tensor | None, gates: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    bias: torch.Tensor | None, gates: torch.Tensor | None,
     docs: torch.Tensor | None, positions: torch.Tensor | None, segments: list[torch.Tensor],
     window: int, sinks: int, causal: bool, scale: float, bias_grad: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The backward pass: dq, dqr, dk, dv, dbias, drel_v, dgates, empty if there is none."""
-    grads = _empty_grads(q, qr, k, v, bias, rel_v, gates, bias_grad)
-    dq, dqr, dk, dv, dbias, drel_v, dgates = grads
+    """The backward pass: dq, dk, dv, dbias and dgates, empty if there is none."""
+    grads = _empty_grads(q, k, v, bias, gates, bias_grad)
+    dq, dk, dv, dbias, dgates = grads
     if not out.numel():
         return [x.zero_() for x in grads]
-    dout, q, qr, k, v = (kernel_layout(x) for x in (dout, q, qr, k, v))
+    dout, q, k, v = (kernel_layout(x) for x in (dout, q, k, v))
     dlse = (dlse * LOG2E).contiguous()  # of the log-sum-exp in log2 to natural units
-    terms = bias, rel_v, in_two_parts(gates)
-    call = make_call(q, qr, k, v, *terms, docs, positions, window, sinks, causal, scale)
+    terms = bias, in_two_parts(gates)
+    call = make_call(q, k, v, *terms, docs, positions, window, sinks, causal, scale)
     kind = call.KIND.value if bias_grad else NONE.value
 
     delta = torch.empty_like(lse)
-    launch(
-        _dq_kernel, "dq", call, segments, as_rows(out), lse, as_rows(dout), dlse,
-        as_rows(dq), None if qr is None else as_rows(dqr), delta,
-    )  # fmt: skip
+    tensors = as_rows(out), lse, as_rows(dout), dlse, as_rows(dq), delta
+    launch(_dq_kernel, "dq", call, segments, *tensors)
     dkey = dgates if dgates.numel() else None
     if kind == SLOPES.value:
         dkey = lse.new_empty(*lse.shape[:2], call.Tk)
@@ -1176,29 +1010,20 @@ def _attention_backward(
         dgates[..., call.Tk - call.Tq :] += dlse
     if kind == SLOPES.value:
         dbias.copy_(dkey.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
-    if kind < TABLE.value:
-        return grads
-
-    # The sums over all distances. Not matrix products, which autocast would round.
-    by_distance, v_by_distance, d0, BM = _sweep(call, segments, lse, dout, delta)
-    is_reached = reaches_last_entry(call, segments)
     if kind == TABLE.value:
-        by_distance /= LOG2E  # the table arrived in log2 units
+        by_distance, d0, BM = _sweep(call, segments, lse, dout, delta)
+        # the table arrived in log2 units
         total = dlse.sum((0, 2)) / LOG2E
-    else:
-        total = (dlse[..., None] * qr.float()).sum((0, 2)) * scale
-    sum_by_distance(dbias, by_distance, total, is_reached, d0, BM)
-    if rel_v is not None:
-        total = dout.float().sum((0, 2))  # a row of P sums to 1
-        sum_by_distance(drel_v, v_by_distance, total, is_reached, d0, BM)
+        is_reached = reaches_last_entry(call, segments)
+        sum_by_distance(dbias, by_distance / LOG2E, total, is_reached, d0, BM)
     return grads
 
 
 def _sweep(call, segments, lse, dout, delta):
     """Run the diagonal sweep.
 
-    Returns the sums by distance for the bias and the relative values, float32 (splits, H,
-    diagonals, 2 BM, ...), the smallest distance of the first diagonal, and BM.
+    Returns the sums by distance, float32 (splits, H, diagonals, 2 BM), the smallest distance of the
+    first diagonal, and BM.
     """
     B, H = lse.shape[:2]
     BM = tile_for(call.q.ptr, call.KIND.value, "sweep").BM
@@ -1219,16 +1044,14 @@ def _sweep(call, segments, lse, dout, delta):
     # The number of splits depends on the shapes alone, so the same sums come out on every device.
     tiles = B * triton.cdiv(call.Tq, BM)
     splits = max(1, min(SWEEP_PROGRAMS // (H * max(1, diagonals)), tiles))
-    channels = (call.D.value,) if call.KIND.value == VECTORS.value else ()
-    by_distance = lse.new_empty(splits, H, diagonals, 2 * BM, *channels)
-    v_by_distance = None if call.rel_v is None else torch.empty_like(by_distance)
+    by_distance = lse.new_empty(splits, H, diagonals, 2 * BM)
     if diagonals:
         launch(
             _sweep_kernel, "sweep", call, segments,
-            lse, as_rows(dout), delta, by_distance, v_by_distance,
+            lse, as_rows(dout), delta, by_distance,
             grid=(diagonals, H, splits), B=B, first_diagonal=first,
         )  # fmt: skip
-    return by_distance, v_by_distance, d0, BM
+    return by_distance, d0, BM
 
 
 def reaches_last_entry(call, segments):
@@ -1245,38 +1068,36 @@ def reaches_last_entry(call, segments):
 
 
 def sum_by_distance(grad, partial, total, is_reached, d0, BM):
-    """Write the gradient of a table or of vectors into grad (H or 1, m, ...).
+    """Write the gradient of a table into grad (H, m).
 
-    partial (splits, H, diagonals, 2 BM, ...): the sums of the sweep, by distance from d0 on, where
-    neighbouring diagonals overlap by BM. total (H, ...): what all entries sum to. The last one is
+    partial (splits, H, diagonals, 2 BM): the sums of the sweep, by distance from d0 on, where
+    neighbouring diagonals overlap by BM. total (H,): what all entries sum to. The last one is
     the rest, or exactly 0 if no query reaches it: an optimizer would make steps of a rounding.
     """
     partial = partial.sum(0)
-    heads, diagonals, _, *channels = partial.shape
-    by_distance = partial.new_zeros(heads, (diagonals + 1) * BM, *channels)
+    heads, diagonals, _ = partial.shape
+    by_distance = partial.new_zeros(heads, (diagonals + 1) * BM)
     by_distance[:, :-BM] += partial[:, :, :BM].flatten(1, 2)
     by_distance[:, BM:] += partial[:, :, BM:].flatten(1, 2)
     distance = (d0 + torch.arange(by_distance.shape[1], device=grad.device)).abs()
-    sums = partial.new_zeros(heads, *grad.shape[1:])
+    grad.zero_()
     # At most two numbers meet in an entry, a key's before and one's after the query, so that their
     # order does not matter. The last entry is written below.
-    sums.index_add_(1, distance.clamp(max=grad.shape[1] - 1), by_distance)
-    sums[:, -1] = 0
-    sums[:, -1] = (total - sums.sum(1)) * is_reached
-    grad.copy_(sums if len(grad) == heads else sums.sum(0, keepdim=True))
+    grad.index_add_(1, distance.clamp(max=grad.shape[1] - 1), by_distance)
+    grad[:, -1] = 0
+    grad[:, -1] = (total - grad.sum(1)) * is_reached
 
 
-def _empty_grads(q, qr, k, v, bias, rel_v, gates, bias_grad):
-    """Empty dq, dqr, dk, dv, and float32 dbias, drel_v and dgates; of size 0 if there is none."""
-    grads = [q.new_empty(0) if x is None else empty_output(x) for x in (q, qr, k, v)]
-    terms = bias, rel_v, gates
-    shapes = [x.shape if bias_grad and x is not None else (0,) for x in terms]
+def _empty_grads(q, k, v, bias, gates, bias_grad):
+    """Empty dq, dk, dv, and float32 dbias and dgates; of size 0 if there is none."""
+    grads = [empty_output(x) for x in (q, k, v)]
+    shapes = [x.shape if bias_grad and x is not None else (0,) for x in (bias, gates)]
     return grads + [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
 @_attention_backward.register_fake
-def _(dout, dlse, out, lse, q, qr, k, v, bias, rel_v, gates, *others):
-    return _empty_grads(q, qr, k, v, bias, rel_v, gates, bias_grad=others[-1])
+def _(dout, dlse, out, lse, q, k, v, bias, gates, *others):
+    return _empty_grads(q, k, v, bias, gates, bias_grad=others[-1])
 
 
 def _setup_context(ctx, inputs, output):
@@ -1286,14 +1107,14 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dout, dlse):
     saved = ctx.saved_tensors
-    *tensors, out, lse = saved[:11]
-    segments = list(saved[11:])
-    needed = ctx.needs_input_grad[:7]  # the last three: bias, relative values and gates
+    *tensors, out, lse = saved[:9]
+    segments = list(saved[9:])
+    needed = ctx.needs_input_grad[:5]  # the last two: bias and gates
     grads = _attention_backward(
         dout, dlse, out, lse, *tensors, segments,
-        ctx.window, ctx.sinks, ctx.causal, ctx.scale, any(needed[4:]),
+        ctx.window, ctx.sinks, ctx.causal, ctx.scale, any(needed[3:]),
     )  # fmt: skip
-    of_inputs = zip(grads, tensors[:7], needed, strict=True)
+    of_inputs = zip(grads, tensors[:5], needed, strict=True)
     grads = [g.to(x.dtype) if is_needed else None for g, x, is_needed in of_inputs]
     no_grads = [None] * 4  # window, sinks, causal, scale
     return *grads, None, None, [None] * len(segments), *no_grads
@@ -1307,25 +1128,23 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def attention(
-    q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, plan=None, gates=None,
+    q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None,
+    return_lse=False, plan=None, gates=None,
 ):  # fmt: skip
-    """Compute softmax(q k^T scale + bias, over the visible keys) (v + the relative values).
+    """Compute softmax(q k^T scale + bias, over the visible keys) v.
 
     q (B, H, Tq, D), k and v (B, Hk, Tk, D), 1 <= D <= 256: float16, bfloat16 or float32, the same
     for all three, with any strides. Tq <= Tk: the queries are the last Tq of the Tk tokens. Returns
     (B, H, Tq, D), a view of (B, Tq, H, D). Gradients reach all tensors but positions and docs.
 
-    bias: None, slopes (H,) or a table (H, m), float32. relative: None, or (keys, values, offsets),
-    keys (H or 1, m, D), values the same or None, offsets None or two (H, D). gates: None, or c
-    (B, H, Tk) float64, without a bias or relative vectors. positions (Tk,) or (B, Tk), docs
-    (B, Tk): integers below 2^31.
+    bias: None, slopes (H,) or a table (H, m), float32. gates: None, or c (B, H, Tk) float64,
+    without a bias. positions (Tk,) or (B, Tk), docs (B, Tk): integers below 2^31.
     What they mean, and the other arguments: attention() of kernels/reference.py.
 
     Raises ValueError for what the kernels do not support.
     """
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    tensors = prepare(q, k, v, bias, relative, gates, positions, docs, scale)
+    tensors = prepare(q, k, v, bias, gates, positions, docs, scale)
     docs, positions, segments = prepare_mask(
         tensors, docs, positions, window, sinks, causal, needs_grad(tensors), plan
     )
@@ -1344,10 +1163,10 @@ def require(holds, problem, *values):
         raise ValueError(problem.format(*values))
 
 
-def prepare(q, k, v, bias, relative, gates, positions, docs, scale):
+def prepare(q, k, v, bias, gates, positions, docs, scale):
     """Check the arguments of attention(), and bring them to the units and dtypes of the kernels.
 
-    Returns q, qr, k, v, bias, rel_v and gates: see Call.
+    Returns q, k, v, bias and gates: see Call.
     """
     B, H, Tq, D = q.shape
     HK, Tk = k.shape[1:3]
@@ -1367,25 +1186,12 @@ def prepare(q, k, v, bias, relative, gates, positions, docs, scale):
     for x, shapes in ((positions, ((Tk,), (B, Tk))), (docs, ((B, Tk),))):
         fits = x is None or x.shape in shapes and not x.is_floating_point()
         require(fits, "positions or docs do not fit: use integers, of one of the shapes {}", shapes)
-    n_terms = sum(x is not None for x in (bias, relative, gates))
-    require(n_terms < 2, "two of bias, relative and gates are given: use one of them")
+    require(bias is None or gates is None, "bias and gates are given: use one of them")
     if gates is not None:
         fits = gates.shape == (B, H, Tk) and gates.dtype == torch.float64
         require(fits, "gates are {}, {}: use (B, H, Tk), float64", gates.shape, gates.dtype)
-        return q, None, k, v, None, None, gates
     if bias is not None:
         fits = bias.shape[:1] == (H,) and bias.dim() < 3 and bias.numel()
         require(fits, "the bias has shape {}: use slopes (H,) or a table (H, m)", bias.shape)
-        return q, None, k, v, (bias.float() * LOG2E).contiguous(), None, None
-    if relative is None:
-        return q, None, k, v, None, None, None
-    keys, values, offsets = relative
-    fits = keys.dim() == 3 and len(keys) in (1, H) and keys.shape[2] == D and keys.numel()
-    fits = fits and (values is None or values.shape == keys.shape)
-    require(fits, "relative keys are {}: use (H or 1, m, D), as for values", keys.shape)
-    keys = keys.to(q.dtype).contiguous()
-    values = None if values is None else values.to(q.dtype).contiguous()
-    if offsets is None:
-        return q, q, k, v, keys, values, None
-    u, w = offsets
-    return (q + u[:, None]).to(q.dtype), (q + w[:, None]).to(q.dtype), k, v, keys, values, None
+        bias = (bias.float() * LOG2E).contiguous()
+    return q, k, v, bias, gates

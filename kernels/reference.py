@@ -33,9 +33,8 @@ def rope(q, k, cos, sin):
 
 
 def attention(
-    q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None, plan=None, gates=None,
-    return_probabilities=False,
+    q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None,
+    return_lse=False, length=None, plan=None, gates=None, return_probabilities=False,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) v.
 
@@ -47,11 +46,6 @@ def attention(
     bias        None, slopes (H,): adds -slope * distance, or a table (H, m): adds
                 table[h, min(distance, m - 1)], with gradient. Float32. The distance is the index of
                 the query - the index of the key.
-    relative    None, or (keys, values, offsets), with gradients. keys (H or 1, m, D): the score is
-                scale * ((q + u) . k + (q + w) . keys[min(distance, m - 1)]). values, the same shape
-                or None: values[min(distance, m - 1)] is added to v. offsets (u, w), each (H, D), or
-                None: zero. (Shaw et al. 2018: keys and values; Transformer-XL, Dai et al. 2019:
-                keys and offsets.)
     window      W > 0: a query sees key j only if distance < W or j < sinks, at true positions.
     positions   (Tk,) or (B, Tk) int64: the true positions for the window, if not the indices.
     docs        (B, Tk) int: a query sees only keys with the same document number.
@@ -62,8 +56,8 @@ def attention(
     length      int64 (1,): the valid length of a cache of fixed capacity; only the first `length`
                 keys exist. Without gradient.
     gates       None, or running sums c of log gates (B, H, Tk), float64: adds c_i - c_j to the
-                score of query i and key j (FoX, Lin et al. 2025), with gradient. Without bias and
-                relative. The softmax does not see c_i, but the log-sum-exp does.
+                score of query i and key j (FoX, Lin et al. 2025), with gradient. Without a
+                bias. The softmax does not see c_i, but the log-sum-exp does.
     plan        None, or a dict, empty at first, that calls with the same mask share, as the layers
                 of a step do: kernels keep in it what they work out of the mask. It changes nothing.
 
@@ -75,7 +69,7 @@ def attention(
         positions = None if positions is None else positions[..., :n]
         docs = None if docs is None else docs[:, :n]
         gates = None if gates is None else gates[..., :n]
-    assert gates is None or (bias is None and relative is None), "gates are with no other term"
+    assert gates is None or bias is None, "gates are with no other term"
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
     scale = D**-0.5 if scale is None else scale
@@ -96,14 +90,7 @@ def attention(
         visible = visible & (docs[:, Tk - Tq :, None] == docs[:, None])
 
     # Scores (B, H, Tq, Tk).
-    keys, values, offsets = relative or (None, None, None)
-    u, w = (x[:, None] for x in offsets) if offsets else (0, 0)
-    score = (q + u) @ k.mT
-    if keys is not None:
-        clipped = distance.clamp(max=keys.shape[1] - 1).expand(B, H, Tq, Tk)
-        by_distance = (q + w) @ keys.mT  # (B, H, Tq, m)
-        score = score + by_distance.gather(-1, clipped)
-    score = score * scale
+    score = q @ k.mT * scale
     if bias is not None and bias.dim() == 1:
         score = score + (-bias[:, None, None] * distance).to(score.dtype)
     elif bias is not None:
@@ -112,12 +99,9 @@ def attention(
         score = score + (gates[:, :, Tk - Tq :, None] - gates[:, :, None]).to(score.dtype)
     score = score.masked_fill(~visible[:, None], -math.inf)
 
-    # Sum the values, and the vectors by distance.
+    # Sum the values.
     p = score.softmax(-1)
     y = p @ v
-    if values is not None:
-        by_distance = p.new_zeros(B, H, Tq, values.shape[1]).scatter_add(-1, clipped, p)
-        y = y + by_distance @ values
     more = [score.logsumexp(-1)] if return_lse else []
     more += [p] if return_probabilities else []
     return (y, *more) if more else y

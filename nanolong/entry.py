@@ -75,7 +75,7 @@ def check_scheme(model):
             f"{name} sets frequencies that extend() would replace: override frequencies() instead, "
             "as docs/schemes.md shows",
         )
-    H, D = config.n_head, config.head_dim
+    H = config.n_head
     n = H + 3  # so that a table over distances never looks like slopes (H,)
     bias = scheme.bias(n, 0)
     found = f"{tuple(bias.shape)} in {bias.dtype}" if torch.is_tensor(bias) else f"{bias!r}"
@@ -83,11 +83,6 @@ def check_scheme(model):
         bias_fits(bias, n, H),
         f"{name}.bias(n, layer) must return None, or slopes ({H},) or a table ({H}, m) in float32, "
         f"m <= n: for n = {n} it returns {found}",
-    )
-    require(
-        relative_fits(scheme.relative(n, 0), n, H, D),
-        f"{name}.relative({n}, layer) must return None, or keys ({H} or 1, m, {D}), m <= {n}, "
-        f"values of the same shape or None, and two offsets ({H}, {D}) or None",
     )
 
 
@@ -97,18 +92,6 @@ def bias_fits(bias, n, H):
         return True
     is_float32 = torch.is_tensor(bias) and bias.dtype == torch.float32
     return is_float32 and bias.shape in [(H,), *((H, m) for m in range(1, n + 1))]
-
-
-def relative_fits(relative, n, H, D):
-    """Whether kernels.attention() takes these vectors of n keys and H heads of D channels."""
-    try:
-        keys, values, offsets = relative or (None, None, None)
-        shapes = [(heads, m, D) for heads in (1, H) for m in range(1, n + 1)]
-        fits = keys is None or keys.shape in shapes
-        fits = fits and (values is None or values.shape == keys.shape)
-        return fits and (offsets is None or [x.shape for x in offsets] == [(H, D)] * 2)
-    except (TypeError, ValueError, AttributeError, RuntimeError):  # no three, or no tensors
-        return False
 
 
 def hash_sources(entry=()):

@@ -32,7 +32,7 @@ class KVCache:
         self.values = {}
         self.gates = {}  # layer -> (B, H, allocated, 1): of a scheme with gates
         self.state = {}  # layer -> what a scheme keeps along the text: a list for model.Past
-        self.terms = {}  # layer -> (number of keys, bias, relative)
+        self.terms = {}  # layer -> number of keys, and the scheme's terms by distance for these
         # For decoding steps of fixed shape, int64 (1,) on the device: where the next token is
         # written, and how many tokens there are with it.
         self.write_index = None
@@ -94,14 +94,14 @@ class KVCache:
         buffers[layer].narrow(2, start, new.shape[2]).copy_(new)
         return buffers[layer].narrow(2, 0, self.length)
 
-    def position_terms(self, scheme, layer, n):
-        """The scheme's bias and relative vectors for at least n keys."""
+    def terms_of(self, layer, n, compute):
+        """A scheme's terms by distance for at least n keys: compute(number of keys, layer)."""
         if not self.capacity:
-            return scheme.bias(n, layer), scheme.relative(n, layer)
+            return compute(n, layer)
         if layer not in self.terms or self.terms[layer][0] < n:
             n = max(n, self.capacity)
-            self.terms[layer] = (n, scheme.bias(n, layer), scheme.relative(n, layer))
-        return self.terms[layer][1:]
+            self.terms[layer] = n, compute(n, layer)
+        return self.terms[layer][1]
 
 
 def concatenate(old, new):

@@ -332,8 +332,8 @@ class SharedScheme:
     def bias(self, n, layer):
         return own_heads(super().bias(n, layer), self.config.n_head)
 
-    def relative(self, n, layer):
-        return own_heads(super().relative(n, layer), self.config.n_head)
+    def vectors(self, n, layer):
+        return own_heads(super().vectors(n, layer), self.config.n_head)
 
     def attend(self, q, k, v, pos, layer, cache, **mask):
         """Exchange tokens for heads, attend as the scheme does, and exchange heads for tokens.

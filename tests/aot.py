@@ -44,8 +44,7 @@ SHARED = {
 SPILLED = {"sm_80": 0, "sm_90": 264, "sm_100": 136, "sm_86": math.inf, "sm_120": math.inf}
 # Columns of an SM's tensor memory, in which sm_100 adds up products.
 TENSOR_MEMORY = 512
-# No bias, slopes, a table, Shaw's vectors for keys and values, Transformer-XL's, and gates.
-BIASES = ("none", "slopes", "table", "shaw", "xl", "gates")
+BIASES = ("none", "slopes", "table", "gates")
 # masked: a window with sinks over true positions, and documents, at once
 MASKS = ("causal", "masked")
 BATCH, HEADS, TOKENS, DISTANCES = 2, 12, 1024, 129
@@ -97,10 +96,7 @@ def count(pattern, lines):
 
 
 def faults(row):
-    """What is not as it should be, in words. The small tiles are chosen for their memory only.
-
-    Those of sm_90 were timed: for vectors, a few spills cost less than smaller tiles.
-    """
+    """What is not as it should be, in words. The small tiles are chosen for their memory only."""
     found = []
     if row["shared"] > SHARED[row["target"]]:
         found.append("shared memory")
@@ -167,7 +163,7 @@ def compile_case(target, bias, D, mask):
     zeros = torch.zeros(BATCH, TOKENS, HEADS, D, dtype=torch.bfloat16)
     q, k, v = (zeros.clone().transpose(1, 2).requires_grad_() for _ in range(3))
     angles = torch.zeros(TOKENS, D // 2)
-    leaves = bias_leaves(bias, HEADS, DISTANCES, D, zeros.dtype, BATCH, TOKENS)
+    leaves = bias_leaves(bias, HEADS, DISTANCES, BATCH, TOKENS)
     terms = bias_arguments(bias, [x.requires_grad_() for x in leaves]) | masks_of(mask)
     y = flash.attention(*rotary.rope(q, k, angles, angles), v, **terms)
     y.backward(y)

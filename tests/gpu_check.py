@@ -47,7 +47,7 @@ from nanolong.evaluation.provenance import ROOT, provenance
 PARTS = {"check": 30, "counts": 14, "tests": 26, "bench": 16, "sanitizer": 14}
 TESTS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"]
 WINDOW = {"window": 100, "sinks": 4, "layer_pattern": "FW"}
-SCHEMES = {"rope": WINDOW, "t5": WINDOW, "alibi": {}, "shaw": {}, "xl": {}, "fox": {}}
+SCHEMES = {"rope": WINDOW, "t5": WINDOW, "alibi": {}, "fox": {}}
 REPORTED = 100  # lines of output in the report
 
 

@@ -97,7 +97,7 @@ def random_layout(layout, B, h, n, D, dtype):
     return torch.randn(B, n, h, D).to(dtype).transpose(1, 2)  # as a model has them
 
 
-def bias_leaves(bias, H, m, D, dtype, B, Tk):
+def bias_leaves(bias, H, m, B, Tk):
     """Fresh random parameters of a kind of bias; gates far into a text, with a model's strides."""
     if bias == "gates":
         steps = F.logsigmoid(torch.randn(B, Tk, H, dtype=torch.float64) + 1)
@@ -106,10 +106,6 @@ def bias_leaves(bias, H, m, D, dtype, B, Tk):
         return [torch.rand(H)]
     if bias == "table":
         return [torch.randn(H, m)]
-    if bias == "shaw":
-        return [torch.randn(1, m, D).to(dtype) for _ in range(2)]
-    if bias == "xl":
-        return [torch.randn(H, m, D).to(dtype), *(torch.randn(H, D).to(dtype) for _ in range(2))]
     return []
 
 
@@ -119,10 +115,6 @@ def bias_arguments(bias, leaves):
         return {"bias": leaves[0]}
     if bias == "gates":
         return {"gates": leaves[0]}
-    if bias == "shaw":
-        return {"relative": (*leaves, None)}
-    if bias == "xl":
-        return {"relative": (leaves[0], None, tuple(leaves[1:]))}
     return {}
 
 
@@ -160,7 +152,7 @@ def random_inputs(T, cached, heads, D, m, bias, mask, dtype, layout, B=0, **_):
     m = {"T": Tk, "more": Tk + 9}[m] if m in ("T", "more") else int(m)
     leaves = [random_layout(layout, B, H, T, D, dtype)]
     leaves += [random_layout(layout, B, Hk, Tk, D, dtype) for _ in range(2)]
-    leaves += bias_leaves(bias, H, m, D, dtype, B, Tk)
+    leaves += bias_leaves(bias, H, m, B, Tk)
 
     def build(q, k, v, *rest):
         return (q, k, v), bias_arguments(bias, rest)

@@ -1,4 +1,6 @@
-"""kernels/reference.py and eager.py compared with float64 loops written from the formulas."""
+"""kernels/reference.py, eager.py and the attention of relative vectors, compared with float64 loops
+written from the formulas.
+"""
 
 import itertools
 import math
@@ -10,6 +12,7 @@ from conftest import assert_success, run_python
 from kernel_cases import rotate_by_complex_numbers
 
 import kernels
+import model
 from kernels import eager, reference
 
 
@@ -117,15 +120,15 @@ RELATIVE_CASES = [
     {"m": 1},
     {"m": 5, "heads": 1},
     {"Tq": 4, "offsets": True, "Hk": 2},
-    {"causal": False, "m": 5, "offsets": True},
-    {"causal": False, "m": 5, "offsets": True, "Tq": 20},
     {"window": 4, "sinks": 2},
     {"window": 6, "positions": "per sequence", "Tq": 5, "m": 5},
+    {"window": 6, "sinks": 1, "positions": "shared", "Hk": 1},
     {"docs": True, "Hk": 3},
-    {"docs": True, "bias": 6, "window": 3, "m": 5, "Tq": 6},
-    {"scale": 0.3, "bias": 6, "offsets": True},
+    {"docs": True, "window": 3, "m": 5, "Tq": 6},
+    {"scale": 0.3, "offsets": True},
+    {"Tq": 1, "offsets": True, "Hk": 2, "docs": True},
+    {"Tq": 1, "m": 5, "window": 4, "sinks": 2, "heads": 1},
 ]
-RELATIVE_CASES = [{"vectors": True, **case} for case in RELATIVE_CASES]
 
 
 def random_mask(case, B, Tk, rng):
@@ -151,7 +154,7 @@ def gradients(outputs, leaves, weights):
     return [torch.zeros_like(x) if y is None else y for x, y in zip(leaves, found, strict=True)]
 
 
-@pytest.mark.parametrize("case", ATTENTION_CASES + RELATIVE_CASES, ids=case_name)
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=case_name)
 def test_attention_and_its_gradients_match_loops(case, rng, monkeypatch):
     """With the log-sum-exp: in one chunk of queries, in chunks with distant keys, with near keys
     only, as on a GPU, and with little memory.
@@ -159,18 +162,12 @@ def test_attention_and_its_gradients_match_loops(case, rng, monkeypatch):
     B, H, Tk, D = 2, 6, 13, 7
     Tq, Hk = case.get("Tq", Tk), case.get("Hk", H)
     q, k, v = leaf(B, H, Tq, D), leaf(B, Hk, Tk, D), leaf(B, Hk, Tk, D)
-    keys = values = offsets = bias = None
-    if case.get("vectors"):
-        keys = leaf(case.get("heads", H), case.get("m", Tk), D)
-        values = leaf(*keys.shape) if case.get("values", True) else None
-        offsets = (leaf(H, D), leaf(H, D)) if case.get("offsets") else None
+    bias = None
     if "bias" in case:
         bias = leaf(H) if case["bias"] == "slopes" else leaf(H, case["bias"])
     options = {**random_mask(case, B, Tk, rng), "scale": case.get("scale", D**-0.5)}
-    terms = {"bias": bias, "relative": None if keys is None else (keys, values, offsets)}
-    terms["gates"] = leaf(B, H, Tk) if case.get("gates") else None
-    leaves = [q, k, v, bias, terms["gates"], keys, values, *(offsets or ())]
-    leaves = [x for x in leaves if x is not None]
+    terms = {"bias": bias, "gates": leaf(B, H, Tk) if case.get("gates") else None}
+    leaves = [x for x in (q, k, v, *terms.values()) if x is not None]
     weights = [torch.randn(B, H, Tq, D), torch.randn(B, H, Tq)]
     expected = attention_by_loops(q, k, v, **terms, **options)
     expected_grads = gradients(expected, leaves, weights)
@@ -206,6 +203,46 @@ def test_attention_and_its_gradients_match_loops(case, rng, monkeypatch):
         y = kernels.attention(*low, **terms, **options)
         assert y.dtype == dtype
         assert (y - expected[0]).norm() / expected[0].norm() < limit
+
+
+@pytest.mark.parametrize("case", RELATIVE_CASES, ids=case_name)
+def test_relative_vectors_and_their_gradients_match_loops(case, rng, monkeypatch):
+    """In one chunk of queries, in several, and without gradients in a cache of fixed shape."""
+    B, H, Tk, D = 2, 6, 13, 7
+    Tq, Hk = case.get("Tq", Tk), case.get("Hk", H)
+    q, k, v = leaf(B, H, Tq, D), leaf(B, Hk, Tk, D), leaf(B, Hk, Tk, D)
+    keys = leaf(case.get("heads", H), case.get("m", Tk), D)
+    values = leaf(*keys.shape) if case.get("values", True) else None
+    offsets = (leaf(H, D), leaf(H, D)) if case.get("offsets") else None
+    leaves = [x for x in (q, k, v, keys, values, *(offsets or ())) if x is not None]
+    options = {**random_mask(case, B, Tk, rng), "scale": case.get("scale", D**-0.5)}
+    vectors = keys, values, offsets
+    expected = attention_by_loops(q, k, v, None, relative=vectors, **options)
+    weights = [torch.randn(B, H, Tq, D), torch.randn(B, H, Tq)]
+    expected_grads = gradients(expected, leaves, weights)
+
+    scheme = model.RelativeVectors(model.GPTConfig())
+    monkeypatch.setattr(scheme, "vectors", lambda n, layer: vectors)
+    del options["causal"]
+    arguments = q, k, v, None, 0, None
+    for size, max_scores in ((128, 1 << 24), (4, 1 << 24), (128, B * H * Tk * 3)):
+        monkeypatch.setattr(model, "QUERIES_AT_ONCE", size)
+        monkeypatch.setattr(model, "MAX_SCORES", max_scores)
+        found = scheme.attend(*arguments, **options, return_lse=True)
+        assert largest_difference(found, expected) < 1e-12
+        assert largest_difference(gradients(found, leaves, weights), expected_grads) < 1e-11
+    y = scheme.attend(*arguments, **options)
+    assert torch.equal(y, found[0])
+
+    # keys past the length, of any finite value, in a cache of more
+    per_key = {"docs": options["docs"], "positions": options["positions"]}
+    options |= {name: None if x is None else F.pad(x, (0, 5)) for name, x in per_key.items()}
+    longer = [F.pad(x, (0, 0, 0, 5), value=1e9) for x in (k, v)]
+    with torch.no_grad():
+        y, lse = scheme.attend(
+            q, *longer, None, 0, None, **options, length=torch.tensor([Tk]), return_lse=True
+        )
+    assert largest_difference((y, lse), expected) < 1e-12
 
 
 def largest_difference(found, expected):
@@ -262,24 +299,22 @@ def test_entries_that_no_pair_reaches_have_no_gradient(hides, monkeypatch):
     if hides == "window":  # at positions: distant keys are masked, and not left out
         mask = {"window": 5, "positions": torch.arange(40)}
     table = torch.randn(2, 9, requires_grad=True)
-    vectors = torch.randn(2, 9, 8, requires_grad=True)
-    y = eager.attention(q, k, v, bias=table, relative=(vectors, vectors, None), **mask)
-    for grad in torch.autograd.grad(y.square().sum(), (table, vectors)):
-        assert grad[:, :5].all() and not grad[:, 5:].any()
+    y = eager.attention(q, k, v, bias=table, **mask)
+    (grad,) = torch.autograd.grad(y.square().sum(), table)
+    assert grad[:, :5].all() and not grad[:, 5:].any()
 
 
 def test_two_threads_compute_the_same_bits_each_time():
     q, k, v = (torch.randn(2, 4, 300, 16, requires_grad=True) for _ in range(3))
     table = torch.randn(4, 90, requires_grad=True)
-    vectors = torch.randn(1, 60, 16, requires_grad=True)
     options = {"docs": (torch.arange(300) // 170).expand(2, 300)}
     n = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         results = []
         for _ in range(2):
-            y = eager.attention(q, k, v, bias=table, relative=(vectors, vectors, None), **options)
-            results.append([y, *torch.autograd.grad(y.sum(), (q, k, v, table, vectors))])
+            y = eager.attention(q, k, v, bias=table, **options)
+            results.append([y, *torch.autograd.grad(y.sum(), (q, k, v, table))])
     finally:
         torch.set_num_threads(n)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -88,10 +88,6 @@ def test_a_preset_that_wins_over_an_entry_is_named(entry, call_anew, text_data, 
         ("bias", "torch.zeros(H, n + 1)"),  # more distances than keys
         ("bias", "torch.zeros(H, n, dtype=torch.float64)"),
         ("bias", "[0.0] * H"),
-        ("relative", "torch.zeros(H, n, D), None"),  # no third
-        ("relative", "torch.zeros(1, n, D), torch.zeros(1, n - 1, D), None"),
-        ("relative", "torch.zeros(1, n, D), None, (torch.zeros(H, D), torch.zeros(D))"),
-        ("relative", "torch.zeros(H, n, D)"),
     ],
 )
 def test_what_attention_cannot_take_is_refused(hook, result, tmp_path, make):

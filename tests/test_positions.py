@@ -168,9 +168,9 @@ def test_transformer_xl_tells_great_distances_apart_under_autocast():
     """In bfloat16, distances above 256 would be merged."""
     xl = make_scheme("xl")
     with torch.autocast("cpu", torch.bfloat16):
-        keys = xl.relative(3000, 1)[0]
+        keys = xl.vectors(3000, 1)[0]
     assert keys.dtype == torch.float32
-    assert torch.equal(keys, xl.relative(3000, 1)[0])
+    assert torch.equal(keys, xl.vectors(3000, 1)[0])
 
 
 @pytest.mark.parametrize("factor", [1.1, 1.2, 1.5, 2, 2.15, 7, 16])

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from conftest import BUILT_IN
 
-from model import GPT, POSITIONS, GPTConfig
+from model import GPT, POSITIONS, GPTConfig, RelativeVectors
+from nanolong.errors import UserError
 from nanolong.evaluation.attention_maps import attention_maps
 from nanolong.inference import KVCache
 from rope_scaling import ATTENTION, METHODS, OPTIONS
@@ -112,7 +113,9 @@ def test_the_logits_are_those_of_the_formulas(settings, method, options):
         assert_close(model(tokens[:, :n]), reference.logits(model, tokens[:, :n]))
     maps = []
     assert_close(model(tokens), reference.logits(model, tokens, maps=maps))
-    if method in ATTENTION:  # of which there are no maps
+    if method in ATTENTION or isinstance(model.pos, RelativeVectors):
+        with pytest.raises(UserError, match="has no map"):
+            attention_maps(model, tokens)
         return
     for found, expected in zip(attention_maps(model, tokens), maps, strict=True):
         assert (found - expected).abs().max() < 1e-5

@@ -53,8 +53,8 @@ def attention_maps(model, tokens, seed=0):
     """The probabilities of every layer for tokens (B, T), in eval mode: a list of (B, H, T, T).
 
     What a learned sink takes is missing in the sums of the rows. seed: of the positions, for a
-    model of random positions. Raises UserError for a scheme or a method that replaces softmax
-    attention, or merges it from parts.
+    model of random positions. Raises UserError for a scheme or a method that replaces
+    kernels.attention(), or merges its results for parts of the keys.
     """
     device = next(model.parameters()).device
     with evaluation_mode(model.modules()), record_attention(model.blocks) as maps:
@@ -64,7 +64,7 @@ def attention_maps(model, tokens, seed=0):
         extension = model.config.extension
         name = f"--pos={model.config.pos}" + (f", {extension['method']}," if extension else "")
         raise UserError(
-            f"attention with {name} is not one softmax over the keys, so it has no map: use a "
-            "model with another scheme or method"
+            f"attention with {name} is not kernels.attention(), so it has no map: use a model with "
+            "another scheme or method"
         )
     return maps

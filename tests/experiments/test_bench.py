@@ -33,9 +33,11 @@ def test_what_is_timed_is_attention():
     cfg = bench.BenchConfig(lengths=(33,))
     for name, arguments, options, work, *_ in operators.attention_cases(cfg, CPU):
         assert abs(work / (12 * 4 * 33 * 33 * 64 / 2 / 1e9) - 1) < 1e-9
-        functions = (operators.plain_attention, operators.reference.attention)
-        if not options.get("relative"):
-            functions += (operators.flex_attention,)
+        functions = (
+            operators.plain_attention,
+            operators.reference.attention,
+            operators.flex_attention,
+        )
         arguments, options = tree_map(
             lambda x: x if x is None else x.detach(), (arguments, options)
         )
