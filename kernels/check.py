@@ -1,36 +1,32 @@
-"""Before a script uses the kernels: a small model like its own, with them and without.
+"""Before a script uses the kernels: attention like the model's, with them and without.
 
 Nobody may have tried this GPU with this driver, torch and triton, and somebody may have changed an
 operator in eager.py but not its kernel. So train.py, extend.py, evaluate.py and sample.py compare
-the logits, the gradients and two decoded tokens of a small model of the same class: its kinds of
-layers, head dimension, query groups, position scheme, window and documents. A difference, a failed
-compilation or launch turns all kernels off in all processes. NANOLONG_CHECK=0 leaves this out. On
-CPU tensors, under Triton's interpreter, only NANOLONG_CHECK=1 does it.
+RoPE and attention, and their gradients, on random numbers: with the head dimension, query groups,
+kind of bias, windows, documents and dtype of the model. A difference, a failed compilation or
+launch turns all kernels off in all processes. NANOLONG_CHECK=0 leaves this out. On CPU tensors,
+under Triton's interpreter, only NANOLONG_CHECK=1 does it. `make gpu-check` compares more.
 """
 
-import contextlib
-import io
 import os
 import sys
-import warnings
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import kernels
-from nanolong import inference
 
 LENGTH = {"cuda": 385, "cpu": 97}  # three of the largest tiles and one token; of the interpreter's
-WIDTH = 64  # channels, hidden channels, and tokens of the vocabulary
+CACHED = 20  # keys before the first query
 
 
 def choose_kernels(model, device, dtype, docs=False, positions=False):
     """Compare the kernels with plain PyTorch, in every process, and turn them off if they differ.
 
-    model: its class and config are used; dtype: matrix products' dtype; docs, positions: whether it
-    is given documents, and position ids that do not count from 0. Returns what computes, in words.
+    model: a GPT, whose config and scheme are used; dtype: matrix products' dtype; docs, positions:
+    whether it is given documents, and position ids that do not count from 0. Returns what computes,
+    in words.
     """
     runs = kernels.triton_runs(device)
     setting = os.environ.get("NANOLONG_CHECK", "")
@@ -68,91 +64,87 @@ def compare(model, device, dtype, docs, positions):
     """Rows of a result's name, the relative difference between the kernels and plain PyTorch, and
     the difference that is allowed: twice plain PyTorch's error, which is taken against float64.
     """
+    config = model.config
     length = LENGTH[device.type]
     index = torch.arange(length)
+    mask = {"return_lse": config.sink_scores, "scale": config.head_dim**-0.5}
+    if docs:  # of other lengths in each sequence
+        mask["docs"] = torch.stack((index // (length * 2 // 5), index // (length // 2))).to(device)
+    if positions or config.random_positions:
+        mask["positions"] = (index + 5 * (index > length // 2)).to(device)
     rows = []
     # small scores, and a window in which each key counts; scores up to 30, and tiles in the window
     for gain, window in ((1, 19), (6, length // 3 + 2)):
-        with torch.random.fork_rng([]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the text is longer than the context
-            torch.default_generator.manual_seed(0)  # not a GPU's generator
-            small = make_small(model, length, gain, window).to(device)
-            inputs = {"tokens": torch.randint(WIDTH, (2, length))}
-            if docs:  # of other lengths in each sequence
-                inputs["docs"] = torch.stack((index // (length * 2 // 5), index // (length // 2)))
-            if positions or model.config.random_positions:
-                inputs["positions"] = index + 5 * (index > length // 2)
-            inputs = {name: x.to(device) for name, x in inputs.items()}
-            ours = compute(small, inputs, dtype, True)
-            plain = compute(small, inputs, dtype, False)
-            exact = compute(small.double(), inputs, torch.float64, False)
-        # those with hardly a gradient are compared with all gradients
-        whole = exact["the gradient"].norm()
-        size = {name: x.norm() + 1e-3 * whole for name, x in exact.items()}
-        error = {name: float((plain[name] - x).norm() / size[name]) for name, x in exact.items()}
-        least = sum(error.values()) / len(error) / 2  # a gradient of few numbers is right by chance
-        for name, x in plain.items():
-            difference = float((ours[name] - x).norm() / size[name])
-            allowed = 2 * max(error[name], least) + torch.finfo(dtype).eps / 4 + 1e-3
-            rows.append((name, difference, allowed))
+        tensors = make_tensors(model, length, gain, dtype, device)
+        for uses_window in {config.uses_window(layer) for layer in range(config.n_layer)}:
+            options = {**mask, "window": 0, "sinks": 0}
+            if uses_window:
+                options["window"] = min(config.window, window)
+                options["sinks"] = min(config.sinks, 3)
+            ours = compute(tensors, options, True)
+            plain = compute(tensors, options, False)
+            wide = {name: x.double() for name, x in tensors.items()}
+            exact = compute(wide, options, False)
+            rows += compare_results(ours, plain, exact, torch.finfo(dtype).eps)
     return rows
 
 
-def make_small(model, length, gain, window):
-    """A model of the same kind, on the CPU: narrow, with two layers of each kind and a context that
-    ends within `length` tokens, if the scheme goes beyond. All of its weights are random.
-    """
-    config = model.config
-    kinds = "".join(dict.fromkeys(map(config.layer_kind, range(config.n_layer))))
-    extension = dict(config.extension or {"factor": 1.0, "options": {}})
-    context = 2 * length if model.pos.bounded else length // 2
-    sinks = extension["options"].get("sinks", 10)  # of LM-Infinite: fewer than the context
-    original = max(round(context / extension["factor"]), sinks + 1)
-    extension["original_length"] = original
-    n_kv_head = min(2, config.n_kv_head)
-    n_head = n_kv_head * config.n_head // config.n_kv_head
-    sizes = {"vocab_size": WIDTH, "n_embd": WIDTH, "mlp_dim": WIDTH, "n_layer": 2 * len(kinds)}
-    sizes |= {"n_head": n_head, "n_kv_head": n_kv_head, "layer_pattern": kinds, "dropout": 0.0}
-    sizes |= {"block_size": round(original * extension["factor"]), "random_positions": 0}
-    sizes |= {"window": min(config.window, window), "sinks": min(config.sinks, 3)}
-    extension = extension if config.extension else None
-    with contextlib.redirect_stderr(io.StringIO()):  # the model's own notes were printed before
-        small = type(model)(replace(config, **sizes, extension=extension))
-    with torch.no_grad():
-        for name, p in small.named_parameters():
-            p.add_(torch.randn_like(p), alpha=0.1)  # a matrix of zeros would hide what is before it
-            if name.endswith(("q.weight", "q_norm.weight")):
-                p.mul_(gain)
-            if name.endswith("gate_bias"):  # heads that forget soon, and heads that hardly do
-                p.add_(torch.linspace(5, 0, p.shape[-1]))
-    return small
+def make_tensors(model, length, gain, dtype, device):
+    """Random inputs of attention like the model's: a dict. The CPU's generator is left as it was."""
+    config, scheme = model.config, model.pos
+    Hk = min(2, config.n_kv_head)
+    H = Hk * config.n_head // config.n_kv_head
+    D = config.head_dim
+    heads = {"q": H, "k": Hk, "v": Hk}
+    bias = scheme.bias(length, 0)
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(0)  # not a GPU's generator
+        tensors = {name: torch.randn(2, n, length, D).to(dtype) for name, n in heads.items()}
+        tensors["q"] *= gain
+        if bias is not None and bias.dim() == 1:  # slopes, of which the last are the smallest
+            tensors["bias"] = bias.detach().cpu()[-H:].clone()
+        elif bias is not None:
+            tensors["bias"] = torch.randn(H, bias.shape[1])
+        if type(scheme).gates is not type(model.nope).gates:
+            # heads that forget soon, and heads that hardly do
+            steps = torch.randn(2, length, H).double() + torch.linspace(5, 0, H)
+            tensors["gates"] = F.logsigmoid(steps).cumsum(1).transpose(1, 2)
+        trained = {name: x.requires_grad_() for name, x in tensors.items()}
+        if bias is not None:
+            trained["bias"].requires_grad_(bias.requires_grad)
+        angles = torch.rand(length, getattr(scheme, "rotary_dim", 0) // 2) * 100
+        fixed = {"cos": angles.cos(), "sin": angles.sin()}
+        fixed["dy"] = torch.randn(2, H, length - CACHED, D)
+    return {name: x.to(device) for name, x in (trained | fixed).items()}
 
 
-def compute(model, inputs, dtype, on_triton):
-    """Logits, the gradient of each parameter and logits of decoded tokens: {name: float64}."""
+def compute(tensors, options, on_triton):
+    """Rotate, attend and differentiate: the output and the gradients, {name: float64}."""
     kernels.use_triton(on_triton)
-    tokens = inputs["tokens"]
-    parameters = dict(model.named_parameters())
-    is_16_bit = dtype in (torch.float16, torch.bfloat16)
-    with torch.autocast(tokens.device.type, dtype, enabled=is_16_bit):
-        logits = model(**inputs)
-        loss = F.cross_entropy(logits.double().mT, tokens.roll(-1, 1), reduction="sum")
-        grads = torch.autograd.grad(loss, parameters.values(), materialize_grads=True)
-        with torch.no_grad():
-            decoded = decode(model, inputs)
-    results = {f"the gradient of {name}": x for name, x in zip(parameters, grads, strict=True)}
-    results["the gradient"] = torch.cat([x.flatten() for x in grads])
-    results |= {"the output": logits, "a decoding step": decoded}
+    tensors = dict(tensors)
+    cos, sin, dy = (tensors.pop(name) for name in ("cos", "sin", "dy"))
+    leaves = {name: x.detach().requires_grad_(x.requires_grad) for name, x in tensors.items()}
+    q, k, v, *_ = leaves.values()
+    if cos.numel():
+        q, k = kernels.rope(q, k, cos, sin)
+    terms = {name: x for name, x in leaves.items() if name in ("bias", "gates")}
+    y = kernels.attention(q[:, :, CACHED:], k, v, **terms, **options)
+    loss = 0.0
+    if options["return_lse"]:
+        y, lse = y
+        loss = lse.double().sum()
+    loss = loss + (y.double() * dy).sum()
+    leaves = {name: x for name, x in leaves.items() if x.requires_grad}
+    grads = torch.autograd.grad(loss, leaves.values())
+    results = {f"the gradient of {name}": x for name, x in zip(leaves, grads, strict=True)}
+    results["the output"] = y
     return {name: x.detach().double() for name, x in results.items()}
 
 
-def decode(model, inputs):
-    """The logits of the last two tokens, from a cache that grows and, if it can, of fixed shape."""
-    n = inputs["tokens"].shape[1] - 2
-    cache = inference.KVCache(n + 2)
-    for part in (slice(n), slice(n, n + 1)):
-        logits = model(**{name: x[..., part] for name, x in inputs.items()}, cache=cache)
-    if inference.tables_change(model, n + 1, n + 2):
-        return logits[:, 0]
-    step = inference.FixedShapeStep(model, cache, inputs.get("positions"), inputs.get("docs"))
-    return torch.cat((logits[:, 0], step.run(inputs["tokens"][:, n + 1 :])))
+def compare_results(ours, plain, exact, eps):
+    """Rows of compare() for three results of compute(); eps: relative precision of the dtype."""
+    error = {name: float((plain[name] - x).norm() / x.norm()) for name, x in exact.items()}
+    least = sum(error.values()) / len(error) / 2  # a gradient of few numbers is right by chance
+    for name, x in exact.items():
+        difference = float((ours[name] - plain[name]).norm() / x.norm())
+        yield name, difference, 2 * max(error[name], least) + eps + 1e-3
