@@ -343,7 +343,8 @@ class Dataset(Text, Stream):
         used = min(self.vocab_size, self.tokenizer.vocab_size if self.tokenizer else 1 << 32)
         train_files, val_files = token_files.split_files(folder)
         files = train_files + val_files
-        masks = token_files.find_masks(files)
+        masks = [file.with_suffix(".mask") for file in files]
+        masks = masks if any(mask.is_file() for mask in masks) else []
         problem = f"the documents of {name} were made with --bos={meta['bos_default']}"
         fits = not masks or bos in (None, meta["bos_default"])
         require(fits, f"{problem}: leave --bos out, or prepare them again with another")
@@ -355,11 +356,6 @@ class Dataset(Text, Stream):
         self.tasks = set(meta.get("tasks", ()))
         self.sources = (self,)
         self.fractions = (1.0,)
-
-    @property
-    def is_masked(self):
-        """Whether a mask says which targets are scored."""
-        return self.train.masked_file is not None
 
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None):
         """Raise UserError unless a model can read this text, as far as known.
@@ -380,11 +376,12 @@ class Dataset(Text, Stream):
         Raises UserError for a dataset that does not mark its documents.
         """
         problem = f"dataset {self.name} has masks, and its documents are trained on whole"
-        require(not (min_doc and self.is_masked), f"{problem}: leave out --min_doc")
+        is_masked = self.train.masked_file is not None
+        require(not (min_doc and is_masked), f"{problem}: leave out --min_doc")
         is_marked = self.separator is not None
         self.separate = is_marked if separate is None else separate
         require(
-            is_marked or self.is_masked or not (min_doc or separate),
+            is_marked or is_masked or not (min_doc or separate),
             f"dataset {self.name} has no <bos> between its documents: leave out --min_doc and "
             "--separate_docs, or prepare it with --tokenizer=bytes, bpe or gpt2",
         )
@@ -424,7 +421,7 @@ class Dataset(Text, Stream):
                 f"{n_scored:,} of {available:,} sequences of {val_length:,} tokens"
             )
             n_long = sum(len(tokens) > train_length + 1 for tokens in source.train.tokens)
-            if source.is_masked and n_long:
+            if source.train.masked_file and n_long:
                 found = f"{n_long:,} of {len(source.train.tokens):,} documents of {source.name}"
                 lines.append(f"{found} are too long for {train_length:,} tokens, and are split")
         return lines
@@ -439,7 +436,7 @@ class Dataset(Text, Stream):
         """
         if not self.separate:
             return None
-        return x * 0 if self.is_masked else (x == self.separator).cumsum(-1)
+        return x * 0 if self.train.masked_file else (x == self.separator).cumsum(-1)
 
     def batch(self, first, batch_size, length, seed, max_position=0):
         """Read a training run's sequences from number `first` on, each a function of (seed,

@@ -91,7 +91,8 @@ def prepare_tasks(
     first_token = tokenizer.bos if bos else None
     made = tasks.make_documents(weights, tokenizer, first_token, length, n_documents)
     about = {"source": setting, "tasks": list(weights), "bos_default": bos}
-    for split, n in texts.write_masked(folder, tokenizer, made, about).items():
+    n_tokens = texts.write_files(folder, tokenizer, made, about, masked=True)
+    for split, n in n_tokens.items():
         print(f"{folder}: {n_documents[split]:,} {split} documents of {n:,} tokens")
 
 

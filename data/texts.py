@@ -382,16 +382,12 @@ def write_dataset(folder, tokenizer, documents, about):
     return write_files(folder, tokenizer, encode(), {**about, "bytes": n_bytes})
 
 
-def write_masked(folder, tokenizer, documents, about):
-    """Write a dataset with masks, complete or not at all; the others are write_dataset()'s.
-
-    documents: "train" or "val", a document's token ids, and for each whether it is scored.
-    """
-    return write_files(folder, tokenizer, documents, about, masked=True)
-
-
 def write_files(folder, tokenizer, pieces, about, masked=False):
-    """Write token files, masks and meta.json to a new folder: see write_dataset()."""
+    """Write token files, masks and meta.json to a new folder, as write_dataset().
+
+    pieces: pairs of "train" or "val" and token ids; with masks a third item, whether each token is
+    scored, and every piece is a document.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     n_tokens = {}
     meta = {
@@ -415,7 +411,7 @@ def write_files(folder, tokenizer, pieces, about, masked=False):
             for split, ids, *is_scored in pieces:
                 write[split](ids)
                 if masked:
-                    mask = np.where(is_scored[0], SCORED, 0).astype(np.uint8)
+                    mask = np.where(*is_scored, SCORED, 0).astype(np.uint8)
                     mask[0] |= STARTS
                     masks[split].write(mask.tobytes())
         for split in write:

@@ -83,29 +83,18 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
     return tokens
 
 
-def find_masks(files) -> list[Path]:
-    """Find the masks of token files: of all, or of none. Raises UserError."""
-    masks = [file.with_suffix(".mask") for file in files]
-    if not any(mask.is_file() for mask in masks):
-        return []
-    for mask in masks:
-        problem = f"there is no {mask}, but other token files have masks"
-        require(mask.is_file(), f"{problem}: prepare the dataset again")
-    return masks
-
-
 def open_mask(file: Path, n_tokens: int) -> np.memmap:
     """Map the mask of a token file into memory, read-only: (n_tokens,) uint8, of SCORED and STARTS.
 
     Raises UserError for a damaged one, and if no target is scored.
     """
     mask_file = file.with_suffix(".mask")
-    remedy = "prepare the dataset again"
     size = mask_file.stat().st_size
-    require(size == n_tokens, f"{mask_file} masks {size} tokens, {file} has {n_tokens}: {remedy}")
+    problem = f"the mask of {file} is of {size} tokens, not {n_tokens}"
+    require(size == n_tokens, f"{problem}: prepare the dataset again")
     mask = np.memmap(mask_file, np.uint8, "r")
     is_whole = mask[0] & STARTS and mask.max() <= SCORED | STARTS and (mask == SCORED).any()
-    require(is_whole, f"{mask_file} is damaged, or scores no target: {remedy}")
+    require(is_whole, f"the mask of {file} is damaged, or scores no target: prepare it again")
     return mask
 
 

@@ -203,7 +203,8 @@ def test_a_mask_is_part_of_the_hash_and_is_checked(tasks_data, tmp_path):
     (folder / "val.mask").write_bytes(mask.replace(b"\1", b"\0", 1))
     assert data.Dataset(folder).hash != before
     for bad, message in (
-        (mask[:-1], f"masks {len(mask) - 1} tokens"),
+        (mask[:-1], f"val.bin is of {len(mask) - 1} tokens, not {len(mask)}"),
+        (b"", "is of 0 tokens"),
         (b"\0" + mask[1:], "damaged"),
         (mask[:-1] + b"\4", "damaged"),
         (b"\2" + bytes(len(mask) - 1), "scores no target"),
@@ -212,10 +213,10 @@ def test_a_mask_is_part_of_the_hash_and_is_checked(tasks_data, tmp_path):
         with pytest.raises(UserError, match=message):
             data.Dataset(folder)
     (folder / "val.mask").unlink()
-    with pytest.raises(UserError, match=r"there is no .*val\.mask"):
+    with pytest.raises(OSError, match=r"val\.mask"):  # which run_main() says in a sentence
         data.Dataset(folder)
     (folder / "train.mask").unlink()
-    assert not data.Dataset(folder).is_masked
+    assert data.Dataset(folder).val.masked_file is None
 
 
 def test_mixtures_have_masked_and_other_sequences(tasks_data, text_data):
