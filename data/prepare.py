@@ -42,7 +42,7 @@ class PrepareConfig:
     # a folder that has one, or a run folder, for the tokenizer of its model
     tokenizer: str = "bytes"
     vocab_size: int = 4096  # bpe: tokens to learn, with the 256 bytes and <|endoftext|>
-    # fraction of the text that is validation; of --task, documents besides for each of training
+    # fraction of the text that is validation; --task adds this fraction of --documents
     val_fraction: float = 0.1
     shards: int = 10  # fineweb10B: training shards to download, of 100M tokens and 200 MB each
     # [task]

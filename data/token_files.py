@@ -90,7 +90,7 @@ def open_mask(file: Path, n_tokens: int) -> np.memmap:
     """
     mask_file = file.with_suffix(".mask")
     size = mask_file.stat().st_size
-    problem = f"the mask of {file} is of {size} tokens, not {n_tokens}"
+    problem = f"the mask of {file} has {size} bytes for {n_tokens} tokens"
     require(size == n_tokens, f"{problem}: prepare the dataset again")
     mask = np.memmap(mask_file, np.uint8, "r")
     is_whole = mask[0] & STARTS and mask.max() <= SCORED | STARTS and (mask == SCORED).any()

@@ -203,8 +203,8 @@ def test_a_mask_is_part_of_the_hash_and_is_checked(tasks_data, tmp_path):
     (folder / "val.mask").write_bytes(mask.replace(b"\1", b"\0", 1))
     assert data.Dataset(folder).hash != before
     for bad, message in (
-        (mask[:-1], f"val.bin is of {len(mask) - 1} tokens, not {len(mask)}"),
-        (b"", "is of 0 tokens"),
+        (mask[:-1], f"val.bin has {len(mask) - 1} bytes for {len(mask)} tokens"),
+        (b"", "has 0 bytes"),
         (b"\0" + mask[1:], "damaged"),
         (mask[:-1] + b"\4", "damaged"),
         (b"\2" + bytes(len(mask) - 1), "scores no target"),
