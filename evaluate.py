@@ -37,7 +37,8 @@ one value (niah), one of several (multikey), all names of a value (vt), the word
 in a list (fwe). An answer is right if each of its tokens has the highest probability given those
 before it (teacher forcing). Its loss, and what the needles save of it against the same prompt
 without them (the gain), separate models that are never right. Prompts depend on the seed, the task
-and the length only. Small models know their format only from training: train.py --tasks=niah:0.1.
+and the length only. Small models know their format only from training on a dataset of
+data/prepare.py --task=niah:1.
 Scores are not those that are published for RULER.
 """
 

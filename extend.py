@@ -81,7 +81,7 @@ class ExtendConfig(TrainConfig):
 LORA = ("lora", "lora_alpha", "lora_also")
 # What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
 INHERITED = (
-    *("dataset", "bos", "tasks", "optimizer", "lr_schedule", "beta1", "beta2", "grad_clip"),
+    *("dataset", "bos", "optimizer", "lr_schedule", "beta1", "beta2", "grad_clip"),
     *("log_interval", "wandb", "device", "dtype", "checkpoint_activations", "seed"),
 )
 # and what --keep_optimizer takes over besides, so that the training goes on
@@ -240,7 +240,7 @@ def extend_model(model, cfg):
         run.check_settings(model.folder, saved, vars(cfg), LORA)
     else:
         pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
-    inherited = ("bos", "tokenizer", "dataset", "data_hash", "family")
+    inherited = ("bos", "tokenizer", "tasks", "dataset", "data_hash", "family")
     model.meta = {
         "parent": str(model.folder),
         "pretraining_tokens": pretraining_tokens,

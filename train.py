@@ -35,8 +35,6 @@ class TrainConfig:
     bos: bool | None = None  # start every sequence with <bos>; auto: on for datasets of bytes
     min_doc: int = 0  # train on documents of at least so many tokens only
     separate_docs: bool = False  # attention stays inside a document
-    # synthetic documents as KIND:FRACTION of the sequences, such as niah:0.1,vt:0.05
-    tasks: tuple[str, ...] = ()
     # [optimisation]
     batch_size: int = 16  # sequences in a micro-batch of one process
     gradient_accumulation_steps: int = 1  # micro-batches in a step, over all processes
@@ -82,7 +80,6 @@ class TrainConfig:
             require(getattr(self, name) >= 1, f"--{name} must be at least 1")
         require(self.stop_at <= self.max_iters, "--stop_at is beyond --max_iters: lower it")
         require(max(self.beta1, self.beta2) < 1, "--beta1 and --beta2 must be below 1")
-        data.task_fractions(self.tasks)
 
     @property
     def last_step(self):
@@ -117,7 +114,7 @@ class TrainState:
 
 
 def open_dataset(model, cfg, train_length):
-    """The data of cfg.dataset; its tokenizer and <bos> go into model.meta.
+    """The data of cfg.dataset; its tokenizer, <bos> and tasks go into model.meta.
 
     Raises UserError if the model cannot read it, or it is too short.
     """
@@ -128,10 +125,9 @@ def open_dataset(model, cfg, train_length):
     for source in dataset.sources:
         source.train.require_length(train_length)
         source.val.require_length(cfg.eval_length or model.config.block_size)
-    for kind in data.task_fractions(cfg.tasks):
-        dataset.check_task(kind, train_length)
     tokenizer = tokenizer or (dataset.tokenizer and dataset.tokenizer.to_json())
-    model.meta = {**model.meta, "tokenizer": tokenizer, "bos": dataset.bos}
+    tasks = sorted(dataset.tasks.union(model.meta.get("tasks", ())))
+    model.meta = {**model.meta, "tokenizer": tokenizer, "bos": dataset.bos, "tasks": tasks}
     return dataset
 
 
@@ -148,7 +144,6 @@ class Batches:
         self.cfg = cfg
         self.train_length = train_length
         self.max_position = max_position
-        self.tasks = data.task_fractions(cfg.tasks)
         self.device = next(model.parameters()).device
         n = cfg.gradient_accumulation_steps
         self.sequences_per_step = n * cfg.batch_size
@@ -166,7 +161,7 @@ class Batches:
         cfg = self.cfg
         seed = ((cfg.seed << 40) + first) % (1 << 63)  # of dropout, and of random positions
         parts = self.dataset.batch(
-            first, cfg.batch_size, self.train_length, cfg.seed, self.max_position, self.tasks
+            first, cfg.batch_size, self.train_length, cfg.seed, self.max_position
         )
         x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
         if pos is None:
@@ -231,6 +226,7 @@ def estimate_loss(model, dataset, cfg, stop=()):
     parallel.reshard(model)
     model.train(was_training)
     loss_sum, n_tokens, n_bytes = parallel.sum_over_processes(sums).tolist()
+    require(n_tokens, "none of these validation targets is scored: raise --eval_iters")
     metrics = {"val_loss": loss_sum / n_tokens}
     if n_bytes:
         metrics["val_bits_per_byte"] = loss_sum / math.log(2) / n_bytes
@@ -456,7 +452,7 @@ def make_model(args):
         asked = vars(args.model_config)
         run.check_settings(model.folder, vars(model.config), asked, args.given & asked.keys())
         if not cfg.resumes:
-            kept = {name: model.meta.get(name) for name in ("tokenizer", "bos", "family")}
+            kept = {name: model.meta.get(name) for name in ("tokenizer", "bos", "tasks", "family")}
             model.meta = {**kept, "parent": str(model.folder)}
         return model
     config.vocab_size = data.vocabulary_size(cfg.dataset)

@@ -1,10 +1,10 @@
-"""Datasets, tokenizers and synthetic documents.
+"""Datasets and tokenizers.
 
 token_files.py  token files, and how datasets are found
 dataset.py      the batches of a training run: of a dataset, of several, or of a stream of your own
 tokenizer.py    text to token ids and back
-tasks.py        documents for the tasks of RULER, made rather than read
 texts.py        text to a dataset; prepare.py is its script
+tasks.py        documents for the tasks of RULER, made rather than read; training does not import it
 """
 
 import subprocess
@@ -19,9 +19,7 @@ from data.dataset import (
     find_documents,
     open_dataset,
     random_positions,
-    task_fractions,
 )
-from data.tasks import DIGITS, KINDS, make_document, size_of
 from data.token_files import (
     dataset_folder,
     short_name,

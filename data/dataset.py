@@ -12,12 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
-from data import tasks as task_documents
 from data import token_files
 from data.tokenizer import same_vocabulary, tokenizer_from_json
 from nanolong.errors import LocalError, UserError, require
-
-TRAINING_SAMPLES = 1 << 32  # the first sample of make_document() in training
 
 
 def generator(*numbers):
@@ -40,14 +37,14 @@ class Stream(Protocol):
     hash: str = ""
     val: "Split | None" = None
 
-    def batch(self, first, batch_size, length, seed, max_position, tasks):
+    def batch(self, first, batch_size, length, seed, max_position):
         """Read the sequences from number `first` on, each a function of (seed, number).
 
         Returns NumPy arrays (batch_size, length) int64: inputs, targets (-1 is not scored),
         positions or None, document ids or None (with them, set separate_docs of TrainConfig).
         """
 
-    def describe(self, n_tokens, n_val, length):
+    def describe(self, n_tokens, train_length, n_val, val_length):
         """List the lines that a run of n_tokens prints, which evaluates n_val sequences."""
         return [f"{type(self).__name__}, {n_tokens:,} tokens"]
 
@@ -69,7 +66,10 @@ class Split:
     sequence, so that the first token of text is a target too; as a target it is not scored (-1).
     None: the inputs start with a token of the text. tokens: an array for each of the files, which
     may occur several times, once for each document that was selected; None: all they hold.
+    masked_file: the first file that has a mask, or None: see MaskedSplit.
     """
+
+    masked_file = None
 
     def __init__(self, files, vocab_size: int, bos: int | None, tokens=None):
         self.files = files
@@ -177,7 +177,51 @@ def join(splits):
     """Make one Split with the files of several."""
     files = [file for split in splits for file in split.files]
     tokens = [part for split in splits for part in split.tokens]
-    return Split(files, splits[0].vocab_size, splits[0].bos, tokens)
+    joined = Split(files, splits[0].vocab_size, splits[0].bos, tokens)
+    joined.masked_file = next((split.masked_file for split in splits if split.masked_file), None)
+    return joined
+
+
+class MaskedSplit(Split):
+    """Token files with masks, which say where documents start and which targets are scored.
+
+    A sequence is a document, padded by inputs of 0 and targets of -1; a document of more than
+    `length` targets is several. files, tokens, masks: an item for each document.
+    """
+
+    def __init__(self, files, vocab_size: int, bos: int | None):
+        super().__init__([], vocab_size, bos, [])
+        self.masked_file = files[0]
+        self.masks = []
+        for file in files:
+            # arrays, as a memmap of each document would take long to make
+            tokens = np.asarray(token_files.open_tokens(file, vocab_size))
+            mask = np.asarray(token_files.open_mask(file, len(tokens)))
+            starts = np.flatnonzero(mask & token_files.STARTS).tolist()
+            for start, stop in pairwise([*starts, len(tokens)]):
+                self.files.append(file)
+                self.tokens.append(tokens[start:stop])
+                self.masks.append(mask[start:stop])
+
+    def n_sequences(self, length, offset=0):
+        """Count the sequences of each document, at any offset: (documents,)."""
+        return np.array([math.ceil((len(tokens) - 1) / length) for tokens in self.tokens], np.int64)
+
+    def locate(self, index, length, offset=0):
+        """Find sequence `index`: its document, and the token at which it starts there."""
+        return super().locate(index, length)
+
+    def sequence_at(self, file, start, length):
+        """Read the sequence that starts at a token of a document: inputs and targets."""
+        tokens = self.checked_tokens(file, start, start + length + 1)
+        is_scored = self.masks[file][start + 1 : start + length + 1] & token_files.SCORED
+        targets = np.where(is_scored, tokens[1:], -1)
+        padding = (0, length - len(targets))
+        return np.pad(tokens[:-1], padding), np.pad(targets, padding, constant_values=-1)
+
+    def pose_sequence(self, file, start, length, max_position, rng):
+        """Read a sequence whose positions do not skip: inputs, targets and positions."""
+        return *self.sequence_at(file, start, length), np.arange(length)
 
 
 # What is the same for many sequences of a split is kept.
@@ -277,9 +321,10 @@ class Text:
 
 class Dataset(Text, Stream):
     """A dataset by name or path: a Text, with train, a Split, and vocab_size, which may be larger
-    than the tokenizer's. sources and fractions: a Mixture's, or this one.
+    than the tokenizer's. sources and fractions: a Mixture's, or this one. tasks: the kinds of
+    data/tasks.py that its documents have.
 
-    bos=True or False overrides what the dataset has by default.
+    bos=True or False overrides what the dataset has by default, unless it has masks.
     """
 
     def __init__(self, name, bos: bool | None = None):
@@ -297,10 +342,18 @@ class Dataset(Text, Stream):
         # a model's vocabulary may be padded, but no token of a text is in the padding
         used = min(self.vocab_size, self.tokenizer.vocab_size if self.tokenizer else 1 << 32)
         train_files, val_files = token_files.split_files(folder)
-        self.train = Split(train_files, used, self.bos)
-        self.val = Split(val_files, used, self.bos)
-        self.hash = token_files.hash_files(train_files + val_files)
+        files = train_files + val_files
+        masks = [file.with_suffix(".mask") for file in files]
+        masks = masks if any(mask.is_file() for mask in masks) else []
+        problem = f"the documents of {name} were made with --bos={meta['bos_default']}"
+        fits = not masks or bos in (None, meta["bos_default"])
+        require(fits, f"{problem}: leave --bos out, or prepare them again with another")
+        kind = MaskedSplit if masks else Split
+        self.train = kind(train_files, used, self.bos)
+        self.val = kind(val_files, used, self.bos)
+        self.hash = token_files.hash_files(files + masks)
         self.n_bytes = meta.get("bytes", {}).get("val")
+        self.tasks = set(meta.get("tasks", ()))
         self.sources = (self,)
         self.fractions = (1.0,)
 
@@ -322,10 +375,13 @@ class Dataset(Text, Stream):
         separate: attention stays inside a document; None: if these are known.
         Raises UserError for a dataset that does not mark its documents.
         """
+        problem = f"dataset {self.name} has masks, and its documents are trained on whole"
+        is_masked = self.train.masked_file is not None
+        require(not (min_doc and is_masked), f"{problem}: leave out --min_doc")
         is_marked = self.separator is not None
         self.separate = is_marked if separate is None else separate
         require(
-            is_marked or not (min_doc or separate),
+            is_marked or is_masked or not (min_doc or separate),
             f"dataset {self.name} has no <bos> between its documents: leave out --min_doc and "
             "--separate_docs, or prepare it with --tokenizer=bytes, bpe or gpt2",
         )
@@ -350,18 +406,24 @@ class Dataset(Text, Stream):
             found.append(sum(size for size in sizes if size >= length) / max(1, sum(sizes)))
         return self.weigh(found)
 
-    def describe(self, n_tokens, n_val, length):
-        """List the lines that a run of n_tokens prints, one of each source."""
+    def describe(self, n_tokens, train_length, n_val, val_length):
+        """List the lines that a run of n_tokens prints, one of each source, and one of documents
+        that are too long for a sequence.
+        """
         lines = []
         for source, fraction in zip(self.sources, self.fractions, strict=True):
             n = n_tokens * fraction
-            epochs = n / len(source.train)
-            n_scored = len(source.val.spaced(n_val, length))
-            available = source.val.n_sequences(length).sum()
+            epochs = n / train_length / source.train.n_sequences(train_length).sum()
+            n_scored = len(source.val.spaced(n_val, val_length))
+            available = source.val.n_sequences(val_length).sum()
             lines.append(
                 f"{source.name}, {n:,.0f} tokens ({epochs:.2g} epochs); validation on "
-                f"{n_scored:,} of {available:,} sequences of {length:,} tokens"
+                f"{n_scored:,} of {available:,} sequences of {val_length:,} tokens"
             )
+            n_long = sum(len(tokens) > train_length + 1 for tokens in source.train.tokens)
+            if source.train.masked_file and n_long:
+                found = f"{n_long:,} of {len(source.train.tokens):,} documents of {source.name}"
+                lines.append(f"{found} are too long for {train_length:,} tokens, and are split")
         return lines
 
     def weigh(self, values):
@@ -369,75 +431,37 @@ class Dataset(Text, Stream):
         return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))
 
     def document_ids(self, x):
-        """Number the documents of inputs (B, T): (B, T), or None unless they are kept separate."""
-        return (x == self.separator).cumsum(1) if self.separate else None
+        """Number the documents of inputs (..., T): of this shape, or None unless they are kept
+        separate. A sequence with a mask is one document, whatever tokens it has.
+        """
+        if not self.separate:
+            return None
+        return x * 0 if self.train.masked_file else (x == self.separator).cumsum(-1)
 
-    def batch(self, first, batch_size, length, seed, max_position=0, tasks=None):
+    def batch(self, first, batch_size, length, seed, max_position=0):
         """Read a training run's sequences from number `first` on, each a function of (seed,
         number): inputs and targets, int64 (batch_size, length), positions or None, and document ids
         or None.
 
         max_position: if not 0, sequences are skip-wise (PoSE), with positions below it.
-        tasks: kind -> the fraction of sequences that are documents of this task, of random lengths.
         """
         sequences = []
         for i in range(first, first + batch_size):
-            sequences.append(self.training_sequence(i, length, seed, max_position, tasks or {}))
-        inputs, targets, positions = zip(*sequences, strict=True)
-        x = np.stack(inputs)
-        positions = np.stack(positions) if max_position else None
-        return x, np.stack(targets), positions, self.document_ids(x)
+            sequences.append(self.training_sequence(i, length, seed, max_position))
+        columns = zip(*sequences, strict=True)
+        return tuple(None if column[0] is None else np.stack(column) for column in columns)
 
-    def training_sequence(self, index, length, seed, max_position, tasks):
-        """Read sequence `index` of a training run: inputs, targets, positions or None."""
-        rng = generator(seed, index)
-        x = rng.random() if tasks else 0
-        for kind, fraction in tasks.items():
-            if x < fraction:
-                inputs, targets = self.task_document(kind, length, seed, index, rng)
-                return inputs, targets, np.arange(length)
-            x -= fraction
+    def training_sequence(self, index, length, seed, max_position):
+        """Read sequence `index` of a training run: inputs, targets, positions or None, and document
+        ids or None.
+        """
         file, start = self.train.training_location(index, length, seed)
         if max_position:
-            return self.train.pose_sequence(file, start, length, max_position, rng)
-        return *self.train.sequence_at(file, start, length), None
-
-    # Documents of tasks
-
-    def check_task(self, kind: str, length: int):
-        """Raise UserError if training sequences cannot be documents of a task."""
-        require(
-            self.tokenizer,
-            f"dataset {self.name} has no tokenizer, and the documents of --tasks are text: leave "
-            "--tasks out, or prepare the text by data/prepare.py",
-        )
-        needed = task_documents.least_length(kind, self.tokenizer, self.bos)
-        require(
-            length >= needed,
-            f"documents of the task {kind} need up to {needed} tokens, and sequences have "
-            f"{length}: leave out the task, or train on longer sequences",
-        )
-
-    def task_document(self, kind, length, seed, index, rng):
-        """Make a document of a task, of at most `length` tokens, padded: inputs and targets."""
-        least = max(length // 4, task_documents.least_length(kind, self.tokenizer, self.bos))
-        n = int(rng.integers(min(length, least), length + 1))
-        # evaluation takes the samples from 0 on
-        what = (kind, self.tokenizer, n, seed, TRAINING_SAMPLES + index, self.bos)
-        inputs, targets = task_documents.make_document(*what)
-        padding = (0, length - n)
-        return np.pad(inputs, padding), np.pad(targets, padding, constant_values=-1)
-
-
-def task_fractions(tasks):
-    """Return kind -> fraction of the setting `tasks`, words as "vt:0.05". Raises UserError."""
-    what = f"tasks={','.join(tasks)}"
-    fractions = token_files.read_fractions(tasks, what)
-    kinds = ", ".join(task_documents.KINDS)
-    require(fractions.keys() <= {*task_documents.KINDS}, f"{what}: choose tasks of {kinds}")
-    total = math.fsum(fractions.values())
-    require(total <= 1 + 1e-9, f"the fractions of {what} add up to {total:g}: lower them")
-    return fractions
+            rng = generator(seed, index)
+            parts = self.train.pose_sequence(file, start, length, max_position, rng)
+        else:
+            parts = (*self.train.sequence_at(file, start, length), None)
+        return *parts, self.document_ids(parts[0])
 
 
 # -----------------------------------------------------------------------------
@@ -465,6 +489,7 @@ class Mixture(Dataset):
         self.sources = tuple(Dataset(source, bos) for source in fractions)
         self.fractions = tuple(fractions.values())
         self.hash = ",".join(source.hash for source in self.sources)
+        self.tasks = set().union(*(source.tasks for source in self.sources))
         first, *others = self.sources
         self.tokenizer, self.vocab_size = first.tokenizer, first.vocab_size
         self.bos, self.separator = first.bos, first.separator
@@ -487,10 +512,10 @@ class Mixture(Dataset):
         self.separate = self.sources[0].separate
         self.train = join([source.train for source in self.sources])
 
-    def training_sequence(self, index, length, seed, max_position, tasks):
-        """Read sequence `index` of a training run: inputs, targets, positions or None."""
+    def training_sequence(self, index, length, seed, max_position):
+        """Read sequence `index` of a training run, as Dataset.training_sequence()."""
         source = self.sources[self.source_of(index, seed)]
-        return source.training_sequence(index, length, seed, max_position, tasks)
+        return source.training_sequence(index, length, seed, max_position)
 
     def source_of(self, index, seed):
         """Return the number of the source of sequence `index` of a training run."""

@@ -5,11 +5,15 @@
     python data/prepare.py --dataset=fineweb10B --shards=10      downloads shards of GPT-2 tokens
     python data/prepare.py my.txt --tokenizer=gpt2 --name=mine   a text file, or a folder of them
     python data/prepare.py my.txt --tokenizer=bpe --vocab_size=4096      a vocabulary of its own
+    python data/prepare.py --task=niah:1,vt:0.5 --length=256     documents that hide what they ask
 
 Of a folder whole files are validation, by a hash of their path; of fewer than 20 files it is the
 last tenth of each. Of a .jsonl file the "text" of every line is a document, as a file is.
+
+--task makes the documents of data/tasks.py, of which only the answers are scored.
 """
 
+import math
 import os
 import shlex
 import signal
@@ -23,8 +27,9 @@ if __name__ == "__main__":
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
 
-from data import texts
-from data.tokenizer import BPETokenizer, tokenizer_from_json
+from data import tasks, texts
+from data.token_files import read_fractions
+from data.tokenizer import BPETokenizer, ByteTokenizer, tokenizer_from_json
 from nanolong import tokenizer_files
 from nanolong.errors import UserError, require, run_main
 
@@ -32,13 +37,21 @@ from nanolong.errors import UserError, require, run_main
 @dataclass
 class PrepareConfig:
     dataset: str = ""  # a dataset that needs no text of yours: python, shakespeare or fineweb10B
-    name: str = ""  # data/NAME is written; by default the dataset's or the file's name
+    name: str = ""  # data/NAME is written; by default the dataset's, the file's or the tasks' name
     # bytes, char, bpe (trained on this text), a tiktoken encoding such as gpt2, a tokenizer.json or
     # a folder that has one, or a run folder, for the tokenizer of its model
     tokenizer: str = "bytes"
     vocab_size: int = 4096  # bpe: tokens to learn, with the 256 bytes and <|endoftext|>
-    val_fraction: float = 0.1  # fraction of the text that is validation
+    # fraction of the text that is validation; --task adds this fraction of --documents
+    val_fraction: float = 0.1
     shards: int = 10  # fineweb10B: training shards to download, of 100M tokens and 200 MB each
+    # [task]
+    # make documents of these kinds, with relative frequencies: niah, multikey, vt and fwe
+    task: tuple[str, ...] = ()
+    length: int = 256  # the most tokens of a document, and so the sequences to train on
+    documents: int = 25_000  # documents for training
+    # start documents with <bos>, and so prompts of models that train on them; auto: of bytes
+    bos: bool | None = None
 
 
 def prepare_text(path, name="", **options):
@@ -51,6 +64,36 @@ def prepare_text(path, name="", **options):
         files = texts.files_in(path, "*")
         files = {name: file for name, file in files.items() if "/." not in f"/{name}"}
     return texts.build(name or path.stem, files, path.resolve().name, **options)
+
+
+def prepare_tasks(
+    folder, words, tokenizer="bytes", length=256, documents=25_000, bos=None, val_fraction=0.1
+):
+    """Make a dataset of documents of tasks, of which the answers are scored. Raises UserError.
+
+    words: kinds and their frequencies, as "niah:1"; tokenizer: bytes, or a tokenizer; the others
+    are settings of PrepareConfig.
+    """
+    setting = ",".join(words)
+    weights = read_fractions(words, f"task={setting}")
+    is_known = weights.keys() <= {*tasks.KINDS}
+    require(is_known, f"--task={setting} names no task: choose from {', '.join(tasks.KINDS)}")
+    require(documents, "--documents=0 makes no dataset: give 1000 or more")
+    tokenizer = ByteTokenizer() if tokenizer == "bytes" else tokenizer
+    problem = f"--tokenizer={tokenizer} is made of a text, and --task has none"
+    is_ready = not isinstance(tokenizer, str)
+    require(is_ready, f"{problem}: give bytes, or the tokenizer of a dataset or a run")
+    bos = isinstance(tokenizer, ByteTokenizer) if bos is None else bos
+    problem = "no token of this tokenizer starts a document"
+    require(tokenizer.bos is not None or not bos, f"{problem}: leave out --bos")
+
+    n_documents = {"train": documents, "val": math.ceil(documents * val_fraction)}
+    first_token = tokenizer.bos if bos else None
+    made = tasks.make_documents(weights, tokenizer, first_token, length, n_documents)
+    about = {"source": setting, "tasks": list(weights), "bos_default": bos}
+    n_tokens = texts.write_files(folder, tokenizer, made, about, masked=True)
+    for split, n in n_tokens.items():
+        print(f"{folder}: {n_documents[split]:,} {split} documents of {n:,} tokens")
 
 
 def find_tokenizer(name):
@@ -78,19 +121,27 @@ def find_tokenizer(name):
 def main(argv=None):
     args = settings.parse(cfg=PrepareConfig, paths="a text file or a folder of them", argv=argv)
     cfg, paths = args.cfg, args.paths
-    if len(paths) > 1 or bool(paths) == bool(cfg.dataset):
+    if len(paths) > 1 or bool(paths) + bool(cfg.dataset) + bool(cfg.task) != 1:
         raise UserError(
-            "one dataset is made of one text: give either --dataset=python, shakespeare or "
-            "fineweb10B, or one file or folder of yours"
+            "one dataset is made of one text, or of tasks: give either --dataset=python, "
+            "shakespeare or fineweb10B, or one file or folder of yours, or --task=KIND:1"
         )
+    of_task = sorted(args.given & {"length", "documents", "bos"})
+    problem = f"--{''.join(of_task[:1])} is a setting of --task"
+    require(cfg.task or not of_task, f"{problem}: give --task too, or leave it out")
     is_for_bpe = cfg.tokenizer == "bpe" or "vocab_size" not in args.given
     require(is_for_bpe, "--vocab_size is of a vocabulary that is learned: give --tokenizer=bpe too")
     # what is not given is left to the dataset
-    names = ("tokenizer", "vocab_size", "val_fraction")
+    names = ("tokenizer", "val_fraction")
+    names += ("length", "documents", "bos") if cfg.task else ("vocab_size",)
     options = {name: getattr(cfg, name) for name in names if name in args.given}
     if "tokenizer" in options:
         options["tokenizer"] = find_tokenizer(cfg.tokenizer)
-    if paths:
+    if cfg.task:
+        kinds = [word.partition(":")[0] for word in cfg.task]
+        folder = texts.new_folder(cfg.name or "-".join(kinds), cfg.val_fraction)
+        prepare_tasks(folder, cfg.task, **options)
+    elif paths:
         folder = prepare_text(paths[0], cfg.name, **options)
     else:
         folder = texts.prepare(cfg.dataset, cfg.name, shards=cfg.shards, **options)

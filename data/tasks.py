@@ -9,6 +9,9 @@
 A document is a haystack of units (words or sentences) with needles among them, a question and the
 answer. Each of these parts is encoded alone, so that its length is the sum of theirs. Vocabularies
 of at most 512 tokens get short words and no sentences: 128 bytes are enough for every task.
+
+Evaluation takes the samples of make_document() from 0 on, and datasets others, so that it never
+asks what training has shown.
 """
 
 import functools
@@ -17,9 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanolong.errors import UserError
+from nanolong.errors import UserError, require
 
 KINDS = ("niah", "multikey", "vt", "fwe")
+FIRST_SAMPLES = {"train": 1 << 32, "val": 1 << 33}  # of datasets
 SEVERAL = {"small": 3, "large": 4}  # keys of multikey, variables of vt
 ANSWERS = 3  # words that fwe asks for
 LEAST_WORDS = 25  # of fwe: of fewer the third is not more frequent than the fourth
@@ -76,7 +80,7 @@ class TooShort(UserError):
     def __init__(self, kind, length, needed):
         super().__init__(
             f"a document of the task {kind} needs {needed} tokens, and {length} are too few: "
-            "choose longer --lengths or --block_size"
+            "choose longer --lengths"
         )
         self.needed = needed
 
@@ -197,3 +201,29 @@ def least_length(kind, tokenizer, bos=None) -> int:
             needs.append(error.needed)
     # Words differ in their number of tokens: others may need more than the longest of these.
     return 2 * max(needs) - min(needs)
+
+
+def make_documents(weights, tokenizer, bos, length, n_documents):
+    """Yield the documents of a dataset, each of a kind at random: "train" or "val", its token ids,
+    and for each whether it is scored, as only answers are.
+
+    weights: kind -> relative frequency; n_documents: of "train" and "val". A document fits in a
+    sequence of `length` tokens, and has at least a quarter of it. Raises UserError.
+    """
+    least = {kind: least_length(kind, tokenizer, bos) for kind in weights}
+    for kind, needed in least.items():
+        require(
+            length >= needed,
+            f"documents of the task {kind} need up to {needed} tokens, and --length={length} is "
+            "less: raise it, or leave out the task",
+        )
+    kinds = list(weights)
+    frequencies = np.array(list(weights.values())) / sum(weights.values())
+    # the length is the seed: datasets of two lengths have nothing in common
+    rng = np.random.default_rng(length)
+    for split, n in n_documents.items():
+        for sample in range(FIRST_SAMPLES[split], FIRST_SAMPLES[split] + n):
+            kind = kinds[rng.choice(len(kinds), p=frequencies)]
+            size = int(rng.integers(max(length // 4, least[kind]), length + 1))
+            inputs, targets = make_document(kind, tokenizer, size, length, sample, bos)
+            yield split, np.append(inputs, targets[-1]), np.append(False, targets >= 0)

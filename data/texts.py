@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.token_files import dataset_folder, open_tokens, token_writer
+from data.token_files import SCORED, STARTS, dataset_folder, open_tokens, token_writer
 from data.tokenizer import (
     SEPARATOR,
     ByteTokenizer,
@@ -255,13 +255,7 @@ def build(name, files, source, tokenizer="bytes", vocab_size=4096, val_fraction=
     files: name -> path; the split depends on the names. source: where the text is from, for
     meta.json and messages. tokenizer: bytes, char, bpe, or a tokenizer.
     """
-    is_plain = bool(name) and Path(name).name == name and not name.startswith(".")
-    require(is_plain, f"--name={name} cannot be a folder: choose letters, digits and dashes")
-    require(0 < val_fraction < 1, f"--val_fraction={val_fraction:g} is no fraction: give 0.1 or so")
-    folder = dataset_folder(name)
-    remedy = "choose another --name, or remove it first"
-    require(not folder.exists(), f"{folder} exists already: {remedy}")
-
+    folder = new_folder(name, val_fraction)
     texts = Texts(files, source, tokenizer == "bytes", val_fraction)
     tokenizer = make_tokenizer(tokenizer, texts, vocab_size)
     about = {"source": source, "files": len(texts.files)}
@@ -274,6 +268,17 @@ def build(name, files, source, tokenizer="bytes", vocab_size=4096, val_fraction=
         f"({share:.1%}, {part}) from {len(texts.sizes):,} documents, vocabulary "
         f"{tokenizer.vocab_size}"
     )
+    return folder
+
+
+def new_folder(name, val_fraction):
+    """Return data/<name>, a folder to write. Raises UserError, also for a fraction of 0 or 1."""
+    is_plain = bool(name) and Path(name).name == name and not name.startswith(".")
+    require(is_plain, f"--name={name} cannot be a folder: choose letters, digits and dashes")
+    require(0 < val_fraction < 1, f"--val_fraction={val_fraction:g} is no fraction: give 0.1 or so")
+    folder = dataset_folder(name)
+    remedy = "choose another --name, or remove it first"
+    require(not folder.exists(), f"{folder} exists already: {remedy}")
     return folder
 
 
@@ -353,42 +358,64 @@ def find_cut(text, tokenizer):
 
 
 def write_dataset(folder, tokenizer, documents, about):
-    """Write the token files and meta.json of a new folder, complete or not at all.
+    """Write a dataset of texts, complete or not at all.
 
     documents: pairs of "train" or "val" and a document's parts; about: other keys of meta.json.
     Returns the number of tokens of each split.
     """
+    n_bytes = {"train": 0, "val": 0}
+
+    def count(split, parts):
+        for part in parts:
+            n_bytes[split] += len(part if isinstance(part, bytes) else part.encode())
+            yield part
+
+    def encode():
+        # in the order of the text, so that each part of it is read once
+        for split, parts in documents:
+            for ids in encode_parts(tokenizer, count(split, parts)):
+                yield split, ids
+        for split, n in n_bytes.items():
+            remedy = "give more text, or another --val_fraction"
+            require(n, f"there is too little text for {split}.bin: {remedy}")
+
+    return write_files(folder, tokenizer, encode(), {**about, "bytes": n_bytes})
+
+
+def write_files(folder, tokenizer, pieces, about, masked=False):
+    """Write token files, masks and meta.json to a new folder, as write_dataset().
+
+    pieces: pairs of "train" or "val" and token ids; with masks a third item, whether each token is
+    scored, and every piece is a document.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    n_tokens = {}
     meta = {
         "tokenizer": tokenizer.to_json(),
         "vocab_size": tokenizer.vocab_size,
         "bos": tokenizer.bos,
         "bos_default": isinstance(tokenizer, ByteTokenizer),
         **about,
-        "tokens": {},
-        "bytes": {"train": 0, "val": 0},
+        "tokens": n_tokens,
     }
-
-    def count(split, parts):
-        for part in parts:
-            meta["bytes"][split] += len(part if isinstance(part, bytes) else part.encode())
-            yield part
-
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as tmp:
         made = Path(tmp) / folder.name
         made.mkdir()
         with contextlib.ExitStack() as stack:
-            write = {}
-            for split in meta["bytes"]:
+            write, masks = {}, {}
+            for split in ("train", "val"):
                 writer = token_writer(made / f"{split}.bin", tokenizer.vocab_size)
                 write[split] = stack.enter_context(writer)
-            # in the order of the text, so that each part of it is read once
-            for split, parts in documents:
-                for ids in encode_parts(tokenizer, count(split, parts)):
-                    write[split](ids)
-        for split, n_bytes in meta["bytes"].items():
-            remedy = "give more text, or another --val_fraction"
-            require(n_bytes, f"there is too little text for {split}.bin: {remedy}")
-            meta["tokens"][split] = len(open_tokens(made / f"{split}.bin"))
+                if masked:
+                    masks[split] = stack.enter_context(open(made / f"{split}.mask", "xb"))
+            for split, ids, *is_scored in pieces:
+                write[split](ids)
+                if masked:
+                    mask = np.where(*is_scored, SCORED, 0).astype(np.uint8)
+                    mask[0] |= STARTS
+                    masks[split].write(mask.tobytes())
+        for split in write:
+            n_tokens[split] = len(open_tokens(made / f"{split}.bin"))
         tokenizer_files = meta["tokenizer"].get("files", {})
         for name, content in tokenizer_files.items():
             (made / name).write_bytes(content)
@@ -397,4 +424,4 @@ def write_dataset(folder, tokenizer, documents, about):
         content = json.dumps(meta, indent=1, allow_nan=False)
         (made / "meta.json").write_text(content + "\n", encoding="utf-8")
         os.rename(made, folder)
-    return meta["tokens"]
+    return n_tokens

@@ -3,7 +3,7 @@
 A dataset is a folder, data/NAME/ or any path, with token files for training and validation and the
 meta.json that prepare.py writes. Token files have three forms: shards with a header of 256 int32
 (llm.c's 20240520 with uint16 tokens, and its 20240801 with uint32), and nanoGPT's uint16 without a
-header.
+header. Next to a token file NAME.bin may lie its mask, NAME.mask: a byte for each token.
 """
 
 import contextlib
@@ -25,6 +25,8 @@ HERE = Path(__file__).resolve().parent
 # magic -> (version, dtype of the tokens)
 HEADER = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 HEADER_BYTES = 1024
+# bits of a mask: the token is scored as a target; a document starts with it
+SCORED, STARTS = 1, 2
 
 
 @contextlib.contextmanager
@@ -81,8 +83,23 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
     return tokens
 
 
+def open_mask(file: Path, n_tokens: int) -> np.memmap:
+    """Map the mask of a token file into memory, read-only: (n_tokens,) uint8, of SCORED and STARTS.
+
+    Raises UserError for a damaged one, and if no target is scored.
+    """
+    mask_file = file.with_suffix(".mask")
+    size = mask_file.stat().st_size
+    problem = f"the mask of {file} has {size} bytes for {n_tokens} tokens"
+    require(size == n_tokens, f"{problem}: prepare the dataset again")
+    mask = np.memmap(mask_file, np.uint8, "r")
+    is_whole = mask[0] & STARTS and mask.max() <= SCORED | STARTS and (mask == SCORED).any()
+    require(is_whole, f"the mask of {file} is damaged, or scores no target: prepare it again")
+    return mask
+
+
 def hash_files(files) -> str:
-    """Hash token files: 16 hexadecimal digits of SHA-256.
+    """Hash token files and masks: 16 hexadecimal digits of SHA-256.
 
     Of a file of more than 64 MB only the size and 256 evenly spaced blocks of 64 KiB count.
     """

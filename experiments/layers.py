@@ -12,7 +12,9 @@ are trained again. Trap: a gain tells of the extension only if a model found val
 
 import itertools
 import statistics
+from pathlib import Path
 
+from data.prepare import prepare_tasks
 from experiments.board import plot_tables
 
 TITLE = "Which layers of a hybrid should be extended"
@@ -26,14 +28,27 @@ def FLAGS(b):
     return (
         f"--n_layer=4 --n_head={b.heads} --n_embd={b.width} --block_size={b.L} --eval_iters=1 "
         f"--batch_size={b.batch} --max_iters={b.steps} --warmup_iters={min(50, b.steps // 4)} "
-        "--learning_rate=3e-3 --tasks=niah:0.75"
+        f"--learning_rate=3e-3 --dataset={mixture(b, 'short')}"
     )
 
 
+def mixture(b, name):
+    """Return the value of --dataset for text and a dataset of make_data()."""
+    return f"{b.dataset}:0.25,{b.data}/{name}:0.75"
+
+
+def make_data(b):
+    """Write documents that hide a value, as many as a run has sequences of them."""
+    for name, length, steps in (("short", b.L, b.steps), ("long", b.factor * b.L, b.tuning)):
+        folder = Path(b.data) / name
+        prepare_tasks(folder, ["niah:1"], length=length, documents=steps * b.batch)
+
+
 def make_stages(b, name, train, extension=""):
-    """Return the arms of a model; extend.py takes over its tasks, and as many tokens a step."""
+    """Return the arms of a model; extend.py takes as many tokens a step."""
     extend = f"extend --factor={b.factor} {extension} --max_tokens=1024"
     tune = f"--max_iters={b.tuning} --warmup_iters={b.tuning // 4} --separate_docs=false"
+    tune += f" --dataset={mixture(b, 'long')}"
     return {
         name: [train],
         f"{name}/zero-shot": [train, f"{extend} --max_iters=0"],
@@ -67,7 +82,8 @@ def ARMS(b):
 def EVALUATE(b):
     lengths = ",".join(str(times * b.L) for times in (1, 2, 4, 8) if times <= b.factor)
     return [
-        f"--lengths={lengths} --protocol=last-quarter --max_tokens={b.scored}",
+        f"--lengths={lengths} --protocol=last-quarter --max_tokens={b.scored} "
+        f"--dataset={b.dataset}",
         f"--lengths={lengths} --task=ruler --ruler=niah --trials={b.prompts}",
     ]
 

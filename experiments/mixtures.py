@@ -41,7 +41,6 @@ def make_data(b):
         documents["short"] += [(name, [piece]) for piece in pieces]
     for name, texts in documents.items():
         folder = Path(b.data) / name
-        folder.parent.mkdir(parents=True, exist_ok=True)
         write_dataset(folder, data.ByteTokenizer(), texts, {"source": b.dataset})
 
 

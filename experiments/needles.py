@@ -9,6 +9,9 @@ Trap: the mean over the depths hides that a window finds the passkeys at the end
 `evaluate.py --task=needle --plot=FILE.png` draws the heatmap of a run.
 """
 
+from pathlib import Path
+
+from data.prepare import prepare_tasks
 from experiments.leaderboard import FLAGS  # noqa: F401
 from experiments.reproduce import extend
 
@@ -23,16 +26,22 @@ NAMES = ("none", "pi", "ntk", "ntk-frozen", "ntk-lceg", "ntk-parts", "yarn", "dy
 NAMES += ("drope", "window", "lm-infinite", "self-extend")
 
 
+def make_data(b):
+    """Write as many passkey documents as a run has sequences."""
+    prepare_tasks(Path(b.data) / "passkeys", ["niah:1"], length=b.L, documents=b.steps * b.batch)
+
+
 def ARMS(b):
     arms = {}
+    dataset = f"--dataset={b.data}/passkeys"
     for name in NAMES:
         steps = max(2, b.steps // 5) if name == "drope" else 0
-        arms[name] = ["train --pos=rope --tasks=niah:1", extend(b, name, steps)]
+        arms[name] = [f"train --pos=rope {dataset}", extend(b, name, steps)]
     for pos in ("nope", "alibi", "fox", "fox-rope"):
-        arms[pos] = f"train --pos={pos} --tasks=niah:1"
+        arms[pos] = f"train --pos={pos} {dataset}"
     for name in ("selective-rope", "repo", "fox-open"):
         file = name.replace("-", "_")
-        arms[name] = f"train --entry=examples/schemes/{file}.py --tasks=niah:1"
+        arms[name] = f"train --entry=examples/schemes/{file}.py {dataset}"
     return arms
 
 

@@ -205,7 +205,8 @@ def prepare_data(experiment):
         return
     commands = " ".join(sum(experiment.arms.values(), []))
     files = [hash_file(word) for word in split(commands) if Path(word).is_file()]
-    source = " ".join([hash_data(b.dataset), hash_file(experiment.file), *files])
+    code = hash_code(("data/*.py",))
+    source = " ".join([hash_data(b.dataset), hash_file(experiment.file), code, *files])
     made_from = Path(b.data) / "made_from.txt"
     if not made_from.is_file() or made_from.read_text() != source:
         shutil.rmtree(b.data, ignore_errors=True)

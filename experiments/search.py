@@ -6,7 +6,8 @@
 An evolutionary search with LongRoPE's settings, at a small size, from PI, NTK and NTK-by-parts. The
 factors lie on a grid of 0.01, from 1 to 1.5 times --factor, and never fall from pair to pair. The
 fitness is the loss of the digits of passkeys at the target length (LongRoPE2: Shang et al. 2025):
-the loss of a text hardly depends on distant text. So the run needs train.py --tasks=niah:0.1.
+the loss of a text hardly depends on distant text. So the run needs documents of data/prepare.py
+--task=niah:1 among its data.
 """
 
 import sys
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import data
+from data.tasks import DIGITS, make_document, size_of
 from model import GPT, POSITIONS, RoPE
 from nanolong import devices, entry
 from nanolong.errors import require, run_main
@@ -80,12 +82,12 @@ def passkey_loss(model, factor, trials, seed, method, table=None):
     model.extend(method, 1.0 if model.config.extension else factor, **options)
     tokenizer = data.tokenizer_from_json(model.meta["tokenizer"])
     length = model.config.block_size
-    digits = data.DIGITS[data.size_of(tokenizer)]
+    digits = DIGITS[size_of(tokenizer)]
     losses = []
     for depth in (0.0, 0.25, 0.5, 0.9):  # 0 is the start of the prompt
         for sample in range(trials // 4):
             what = ("niah", tokenizer, length, seed, sample, model.meta.get("bos"))
-            x, y = map(torch.from_numpy, data.make_document(*what, depth=depth))
+            x, y = map(torch.from_numpy, make_document(*what, depth=depth))
             positions = data.random_positions(model.config, 1, length, seed)
             hidden_states = model.hidden_states(x[None].to(model.embed.weight.device), positions)
             scored = y >= 0

@@ -127,7 +127,7 @@ def print_header(batches, state):
     T = cfg.eval_length or model.config.block_size
     # a resumed run may have had other batch sizes before
     n_tokens = state.tokens + (cfg.last_step - state.step) * batches.tokens_per_step
-    for line in batches.dataset.describe(n_tokens, cfg.eval_iters, T):
+    for line in batches.dataset.describe(n_tokens, batches.train_length, cfg.eval_iters, T):
         print(f"data: {line}", flush=True)
 
 

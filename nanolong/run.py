@@ -59,6 +59,7 @@ class Meta:
     data_hash: str | None = None
     tokenizer: dict | None = None
     bos: int | None = None  # the token that starts every text
+    tasks: list = field(default_factory=list)  # kinds of data/tasks.py that it was trained on
     # where the weights came from
     parent: str | None = None  # the checkpoint that was extended, or whose weights training took
     pretraining_tokens: int = 0  # seen before the model was extended

@@ -111,7 +111,9 @@ def run_command(script, words, call, reader):
     """Run a command of the project at the sizes of SHORT; stages end after 4, 6 and 8 steps."""
     reader(words)
     short = list(SHORT.get(script, []))
-    if "--task=" in " ".join(words):
+    if "--task=" in " ".join(words) and script == "data/prepare.py":
+        short = ["--documents=20"]
+    elif "--task=" in " ".join(words):
         short = ["--lengths=128,160", "--trials=2"]
     if script == "extend.py" and any(word.endswith(".toml") for word in words):
         short += ["--train_length=64", "--eval_length=64"]

@@ -22,7 +22,7 @@ class Counting(Stream):
 
     hash = "counting in steps, 1"
 
-    def batch(self, first, batch_size, length, seed, max_position, tasks):
+    def batch(self, first, batch_size, length, seed, max_position):
         steps = np.arange(first, first + batch_size)[:, None]
         tokens = (seed + steps * np.arange(length + 1)) % 257
         return tokens[:, :-1], tokens[:, 1:], None, None

@@ -1,4 +1,4 @@
-"""Documents for the tasks of RULER, and training on them.
+"""Documents for the tasks of RULER; test_masks.py trains on them.
 
 The answers are computed from the text by a solver of its own, which shares nothing with the
 generator.
@@ -10,13 +10,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import TINY, assert_refused, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import trained_bpe
 
 import data
-from data.tasks import TooShort, least_length
+from data.tasks import KINDS, TooShort, least_length, make_document
 from nanolong.errors import UserError
 
 BYTES = data.ByteTokenizer()
@@ -57,7 +56,7 @@ def read(tokenizer, inputs, targets):
 
 
 @given(
-    st.sampled_from(data.KINDS),
+    st.sampled_from(KINDS),
     st.booleans(),
     st.integers(400, 16_000),
     st.integers(0, 1 << 40),
@@ -67,7 +66,7 @@ def read(tokenizer, inputs, targets):
 def test_answers_follow_from_the_text_and_only_from_the_needles(kind, is_bpe, length, seed, sample):
     tokenizer = bpe() if is_bpe else BYTES
     what = (kind, tokenizer, length, seed, sample, tokenizer.bos)
-    inputs, targets = data.make_document(*what)
+    inputs, targets = make_document(*what)
     assert len(inputs) == len(targets) == length and inputs[0] == tokenizer.bos
     text, answer = read(tokenizer, inputs, targets)
     assert " " + solve(text) == answer
@@ -75,7 +74,7 @@ def test_answers_follow_from_the_text_and_only_from_the_needles(kind, is_bpe, le
         places = [re.search(rf" {name} (is|=) ", text).start() for name in answer.split()]
         assert places == sorted(places)
 
-    text, same_answer = read(tokenizer, *data.make_document(*what, needles=False))
+    text, same_answer = read(tokenizer, *make_document(*what, needles=False))
     assert same_answer == answer
     assert not {*re.findall(r"[\w-]+", text)} & {*answer.split()}
     assert solve(text) != answer[1:]
@@ -84,7 +83,7 @@ def test_answers_follow_from_the_text_and_only_from_the_needles(kind, is_bpe, le
     assert n_others == ((3 if is_bpe else 2) if kind == "multikey" else 0)
 
 
-@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_shortest_documents_have_answers_too(kind):
     """128 bytes are enough; of fewer the message says how many are needed."""
     assert least_length(kind, BYTES, 256) <= 128
@@ -92,15 +91,15 @@ def test_the_shortest_documents_have_answers_too(kind):
         least = least_length(kind, tokenizer, tokenizer.bos)
         for sample in range(40):
             with pytest.raises(TooShort, match=f"task {kind} needs") as error:
-                data.make_document(kind, tokenizer, 9, 3, sample, tokenizer.bos)
+                make_document(kind, tokenizer, 9, 3, sample, tokenizer.bos)
             needed = error.value.needed
             assert needed <= least
             for n in (needed, needed + 1):
-                document = data.make_document(kind, tokenizer, n, 3, sample, tokenizer.bos)
+                document = make_document(kind, tokenizer, n, 3, sample, tokenizer.bos)
                 text, answer = read(tokenizer, *document)
                 assert " " + solve(text) == answer
             with pytest.raises(TooShort):
-                data.make_document(kind, tokenizer, needed - 1, 3, sample, tokenizer.bos)
+                make_document(kind, tokenizer, needed - 1, 3, sample, tokenizer.bos)
 
 
 @pytest.mark.parametrize("kind", ["niah", "multikey"])
@@ -109,19 +108,19 @@ def test_the_needle_stands_at_its_depth(kind):
     for depth in (0, 0.25, 1):
         for sample in range(9):
             what = (kind, BYTES, 3000, 1, sample)
-            text, answer = read(BYTES, *data.make_document(*what, depth=depth))
+            text, answer = read(BYTES, *make_document(*what, depth=depth))
             place = text.index(f" is{answer}.") / (len(text) - 8)
             assert abs(place - depth) < 0.02
     places = []
     for sample in range(300):
-        text, answer = read(BYTES, *data.make_document(kind, BYTES, 3000, 1, sample))
+        text, answer = read(BYTES, *make_document(kind, BYTES, 3000, 1, sample))
         places.append(text.index(f" is{answer}.") / len(text))
     counts, _ = np.histogram(places, 5, (0, 1))
     assert abs(counts - 60).max() < 5 * 60**0.5  # five standard deviations
 
 
 def test_frequent_words_have_the_frequencies_of_their_task():
-    text, _ = read(BYTES, *data.make_document("fwe", BYTES, 12_000, 1, 1))
+    text, _ = read(BYTES, *make_document("fwe", BYTES, 12_000, 1, 1))
     ranked = [n for _, n in Counter(text.split()).most_common(8)]
     assert ranked[0] > 1000
     for rank, n in enumerate(ranked, 1):
@@ -129,46 +128,9 @@ def test_frequent_words_have_the_frequencies_of_their_task():
         assert abs(n - ranked[0] / rank**2) <= 1
 
 
-def test_a_vocabulary_that_cannot_write_documents_is_refused(call, tmp_path):
+def test_a_vocabulary_that_cannot_write_documents_is_refused():
     letters = data.CharTokenizer("abcdefghijklmnopqrstuvwxyz .?")
     with pytest.raises(UserError, match="cannot write ' ... is \\d+.', which documents of tasks"):
-        data.make_document("niah", letters, 300, 1, 1)
-    text, answer = read(letters, *data.make_document("fwe", letters, 300, 1, 1))
+        make_document("niah", letters, 300, 1, 1)
+    text, answer = read(letters, *make_document("fwe", letters, 300, 1, 1))
     assert " " + solve(text) == answer
-    bare = write_dataset(tmp_path / "bare", np.arange(2000) % 256, tokenizer=None)
-    words = [*TINY, f"--dataset={bare}", f"--out_dir={tmp_path}/run", "--tasks=niah:0.1"]
-    assert_refused(call("train.py", *words), "has no tokenizer")
-
-
-# -----------------------------------------------------------------------------
-# Training
-
-
-def test_batches_hold_the_fractions_of_the_tasks(text_data):
-    dataset = data.Dataset(text_data)
-    tasks = {"niah": 0.2, "vt": 0.1}
-    x, y, *_ = dataset.batch(0, 2000, 160, 7, tasks=tasks)
-    halves = [dataset.batch(i, 1000, 160, 7, tasks=tasks)[0] for i in (0, 1000)]
-    assert np.array_equal(np.concatenate(halves), x)
-    is_text = (y >= 0).sum(1) > 20
-    found = Counter()
-    lengths = []
-    for inputs, targets in zip(x[~is_text], y[~is_text], strict=True):
-        stop = int((targets >= 0).nonzero()[0][-1]) + 1
-        assert inputs[0] == 256 and not inputs[stop:].any()
-        text, answer = read(BYTES, inputs[:stop], targets[:stop])
-        assert " " + solve(text) == answer
-        lengths.append(stop)
-        found["niah" if answer[1:].isdigit() else "vt"] += 1
-    assert abs(found["niah"] - 400) < 90 and abs(found["vt"] - 200) < 70
-    assert min(lengths) < 60 and max(lengths) == 160
-    # the other sequences are those of a run without tasks
-    assert np.array_equal(x[is_text], dataset.batch(0, 2000, 160, 7)[0][is_text])
-
-
-def test_evaluation_does_not_ask_what_training_showed(text_data):
-    x, *_ = data.Dataset(text_data).batch(0, 200, 160, 7, tasks={"niah": 1.0})
-    shown = {bytes(row[1:].tolist()).strip(b"\0")[-20:] for row in x}
-    for sample in range(200):
-        inputs, _ = data.make_document("niah", BYTES, 160, 7, sample)
-        assert bytes(inputs.tolist())[-20:] not in shown

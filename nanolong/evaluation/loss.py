@@ -11,7 +11,7 @@ import torch
 
 import data
 from nanolong import devices, inference, parallel
-from nanolong.errors import UserError
+from nanolong.errors import UserError, require
 from nanolong.evaluation import intervals
 
 # Tokens in one forward pass: of a batch of sequences, and of a chunk of one long sequence.
@@ -53,8 +53,13 @@ def find_spans(split, lengths, max_tokens):
 
     They are sequences of the longest length that fits, evenly spaced over all files as in the
     validation of train.py. A text of at most max_tokens is scored as a whole, but for files that
-    are shorter. Returns the spans, and the `lengths` that fit.
+    are shorter. Returns the spans, and the `lengths` that fit. Raises UserError for a split with
+    masks: its sequences are documents.
     """
+    problem = (
+        f"{split.masked_file} has a mask of scored targets, and what is scored is running text"
+    )
+    require(not split.masked_file, f"{problem}: give --text=FILE, or a --dataset without masks")
     sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]
     fitting = [length for length in lengths if length <= min(max_tokens, max(sizes))]
     if not fitting:

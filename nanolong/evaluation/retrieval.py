@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import data
+from data.tasks import make_document, size_of
 from nanolong import devices, inference, parallel
 from nanolong.errors import note, require
 from nanolong.evaluation import intervals
@@ -35,9 +36,8 @@ def plan_retrieval(task, models, cfg):
         tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
         problem = f"{name} has no tokenizer, so it cannot be asked in text"
         require(tokenizer, f"{problem}: use one that was trained on a text of data/prepare.py")
-        tasks = (model.meta.get("train") or {}).get("tasks") or []
-        seen = {task.partition(":")[0] for task in tasks}
-        if data.size_of(tokenizer) == "small" and not seen.issuperset(kinds):
+        seen = set(model.meta.get("tasks", ()))
+        if size_of(tokenizer) == "small" and not seen.issuperset(kinds):
             untrained.append(name)
         for length, kind in product(cfg.lengths, kinds):
             blank = {"checkpoint": name, "task": task, "kind": kind, "depth": None}
@@ -46,8 +46,8 @@ def plan_retrieval(task, models, cfg):
             cells.append(Cell(records, partial(ask, records, model, tokenizer, cfg.dtype)))
     if untrained:
         note(
-            f"{', '.join(untrained)}: not trained on {', '.join(kinds)} documents (train.py "
-            f"--tasks={kinds[0]}:0.1), and so may not know the question"
+            f"{', '.join(untrained)}: not trained on {', '.join(kinds)} documents "
+            f"(data/prepare.py --task={kinds[0]}:1), and so may not know the question"
         )
     return cells
 
@@ -90,7 +90,7 @@ def make_prompts(record, tokenizer, bos, needles):
     prompts = []
     for sample in range(record["trials"]):
         what = (kind, tokenizer, length, seed, sample, bos, needles, depth)
-        prompts.append(data.make_document(*what))
+        prompts.append(make_document(*what))
     return prompts
 
 

@@ -8,6 +8,7 @@ import torch
 from conftest import assert_refused, assert_success
 
 import data
+from data.tasks import make_document
 from experiments import search
 from model import GPT
 
@@ -30,7 +31,7 @@ def test_the_fitness_is_the_loss_of_the_digits(save_run):
     found, losses = search.passkey_loss(model, 2.0, 4, 7, "longrope", (2.0, 2.0, 2.0, 2.0)), []
     for depth in (0.0, 0.25, 0.5, 0.9):
         what = ("niah", data.ByteTokenizer(), 128, 7, 0, 256)
-        x, y = map(torch.tensor, data.make_document(*what, depth=depth))
+        x, y = map(torch.tensor, make_document(*what, depth=depth))
         losses.append(model(x[None], y[None], reduction="sum").item() / 3)  # digits
     assert found == pytest.approx(np.mean(losses), rel=1e-5)
 
