@@ -84,7 +84,7 @@ def test_training_is_adamw_on_the_factors(make, text_data, tmp_path):
     adamw = torch.optim.AdamW(factors, betas=(0.9, 0.95), weight_decay=0.3)
     dataset = data.open_dataset(str(text_data), None)
     for step in range(cfg.max_iters):
-        x, y = map(torch.from_numpy, dataset.batch(2 * step, 2, 24, cfg.seed, 0, {})[:2])
+        x, y = map(torch.from_numpy, dataset.batch(2 * step, 2, 24, cfg.seed, 0)[:2])
         _, dW = merge(plain, updates, x, y)
         for name, (_, A, B) in updates.items():
             A.grad, B.grad = SCALE * B.T @ dW[name], SCALE * dW[name] @ A.T

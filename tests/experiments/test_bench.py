@@ -203,7 +203,7 @@ def test_operators_are_reported_as_gpu_check_reads_them(call, monkeypatch, tmp_p
     assert_success(call("experiments/bench.py", f"--out_dir={tmp_path}", "--device=cpu"))
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     fields = {"section", "case", "name", "ms", "rate", "unit", "note"}
-    assert fields <= set(rows[0]) and len(rows) == 2 * 2 * (2 + 2 * 5 + 2)
+    assert fields <= set(rows[0]) and len(rows) == 2 * 2 * (2 + 2 * 3 + 2)
     report = (tmp_path / "bench.md").read_text()
     assert all(word in report for word in ("commit ", " thread", " torch "))
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
