@@ -1,8 +1,8 @@
 """The operators that the model calls, and which implementation runs where.
 
 reference.py defines rope, attention and the loss. rope and attention are Triton kernels on CUDA
-(sm_80 and newer) and ROCm, and plain PyTorch (eager.py) elsewhere; the others are plain PyTorch
-everywhere. The scripts compare the kernels with plain PyTorch before they use them: check.py.
+(sm_80 and newer) and ROCm, and plain PyTorch (eager.py) elsewhere; the others, and attention of one
+query without gradient, are plain PyTorch everywhere. The scripts compare the kernels with plain PyTorch before they use them: check.py.
 
 NANOLONG_REFERENCE=1 in the environment forces plain PyTorch. TRITON_INTERPRET=1 runs the kernels on
 CPU tensors too, slowly, to test them. Importing this package prints nothing and imports only torch;
@@ -45,16 +45,14 @@ def rope(q, k, cos, sin):
 
 def attention(q, k, v, *, bias=None, relative=None, length=None, plan=None, **options):
     """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention()."""
-    if v.dtype == torch.float64 or not triton_runs(q.device):
+    # A decoding step reads the cache once, which PyTorch's products do as fast as memory allows.
+    is_single = q.shape[2] == 1 and not torch.is_grad_enabled()
+    is_plain = is_single or length is not None or v.dtype == torch.float64
+    if is_plain or not triton_runs(q.device):
         return eager.attention(q, k, v, bias=bias, relative=relative, length=length, **options)
-    from . import decode, flash
+    from . import flash
 
     q, k = q.to(v.dtype), k.to(v.dtype)  # as in reference.py
-    keys, values, offsets = relative or (None, None, None)
-    tensors = (q, k, v, bias, options.get("gates"), keys, values, *(offsets or ()))
-    has_grad = any(x is not None and x.requires_grad for x in tensors) and torch.is_grad_enabled()
-    if length is not None or q.shape[2] <= 8 and not has_grad:
-        return decode.attention(q, k, v, bias=bias, relative=relative, length=length, **options)
     return flash.attention(q, k, v, bias=bias, relative=relative, plan=plan, **options)
 
 

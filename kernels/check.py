@@ -147,12 +147,11 @@ def compute(model, inputs, dtype, on_triton):
 
 
 def decode(model, inputs):
-    """The logits of the last two tokens, from a cache that grows and, if it can, of fixed shape."""
+    """The logits of the last two tokens, from a cache that grows."""
     n = inputs["tokens"].shape[1] - 2
-    cache = inference.KVCache(n + 2)
-    for part in (slice(n), slice(n, n + 1)):
-        logits = model(**{name: x[..., part] for name, x in inputs.items()}, cache=cache)
-    if inference.tables_change(model, n + 1, n + 2):
-        return logits[:, 0]
-    step = inference.FixedShapeStep(model, cache, inputs.get("positions"), inputs.get("docs"))
-    return torch.cat((logits[:, 0], step.run(inputs["tokens"][:, n + 1 :])))
+    cache = inference.KVCache()
+    logits = []
+    for part in (slice(n), slice(n, n + 1), slice(n + 1, n + 2)):
+        found = model(**{name: x[..., part] for name, x in inputs.items()}, cache=cache)
+        logits.append(found[:, -1])
+    return torch.stack(logits[1:])

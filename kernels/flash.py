@@ -108,7 +108,7 @@ class Call(NamedTuple):
     qr: Rows  # the queries that meet the relative keys
     bias: Rows  # slopes (H,), a table (H, m) or relative keys (H or 1, m, D); t: distances
     rel_v: Rows  # relative values, as the keys
-    gates: Rows  # in log2 units, of in_two_parts(); in decode.py float64, as they are given
+    gates: Rows  # in log2 units, of in_two_parts()
     pos: Rows  # positions for the window, if they are not the indices
     docs: Rows
     Tq: int
@@ -1101,7 +1101,7 @@ def empty_results(q, *others):
     return empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def kernel_layout(x, multiple=16):
+def kernel_layout(x):
     """Copy x (B, H, T, D) if the kernels cannot read it as it is.
 
     They need contiguous channels (a gradient that autograd expanded has stride 0), and tokens less
@@ -1111,8 +1111,8 @@ def kernel_layout(x, multiple=16):
     """
     if x is None:
         return x
-    aligned = all(stride % multiple == 0 for stride in x.stride()[:3])
-    aligned = aligned and x.data_ptr() % multiple == 0
+    aligned = all(stride % 16 == 0 for stride in x.stride()[:3])
+    aligned = aligned and x.data_ptr() % 16 == 0
     if aligned and x.stride(3) == 1 and x.stride(2) < 1 << 24:
         return x
     B, H, T, D = x.shape

@@ -96,7 +96,6 @@ class FakeKernels:
 def fakes(monkeypatch):
     fakes = FakeKernels()
     monkeypatch.setattr(kernels, "flash", fakes, raising=False)
-    monkeypatch.setattr(kernels, "decode", fakes, raising=False)
     monkeypatch.setitem(sys.modules, "kernels.rotary", fakes)
     monkeypatch.setattr(kernels, "_can_run", lambda device: True)
     monkeypatch.setattr(kernels, "_is_allowed", True)
@@ -168,7 +167,7 @@ import torch.distributed as dist
 from test_check import CPU, FakeKernels, check, kernels, make_model, wrong_scale
 
 dist.init_process_group("gloo")
-kernels.flash = kernels.decode = sys.modules["kernels.rotary"] = fakes = FakeKernels()
+kernels.flash = sys.modules["kernels.rotary"] = fakes = FakeKernels()
 kernels._can_run = lambda device: True
 fakes.fault = wrong_scale if dist.get_rank() else None
 chosen = check.choose_kernels(make_model(), CPU, torch.float32)
