@@ -793,7 +793,7 @@ class Past:
         """Keep x (B, H, m, c) for the next call with the same cache."""
         if self.index == len(self.state):
             self.state.append(x.detach().clone())
-        else:  # in place: a captured graph keeps its addresses
+        else:  # in place: a CUDA graph writes to its address
             self.state[self.index].copy_(x)
         self.index += 1
 

@@ -45,7 +45,7 @@ def rope(q, k, cos, sin):
 
 def attention(q, k, v, *, bias=None, relative=None, length=None, plan=None, **options):
     """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention()."""
-    # A decoding step reads the cache once, which PyTorch's products do as fast as memory allows.
+    # One query meets each key once, so PyTorch's products read a cache as often as a kernel would.
     is_single = q.shape[2] == 1 and not torch.is_grad_enabled()
     is_plain = is_single or length is not None or v.dtype == torch.float64
     if is_plain or not triton_runs(q.device):
