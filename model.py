@@ -500,7 +500,7 @@ class GPT(nn.Module):
         top_k:       keep the k most likely tokens; 0: all
         top_p:       keep the most likely tokens whose probabilities sum to this
         generator:   one torch.Generator, or a list of one for each row
-        compiled:    compile the decoding step
+        compiled:    compile the decoding step, on a GPU to a CUDA graph
         min_p:       keep tokens of at least this fraction of the most likely one's probability
         """
         from nanolong import inference
@@ -785,7 +785,7 @@ class Past:
         """Keep x (B, H, m, c) for the next call with the same cache."""
         if self.index == len(self.state):
             self.state.append(x.detach().clone())
-        else:  # in place: a captured graph keeps its addresses
+        else:  # in place: a CUDA graph writes to its address
             self.state[self.index].copy_(x)
         self.index += 1
 

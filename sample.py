@@ -60,7 +60,8 @@ class SampleConfig:
     # dtype of the weights in memory; auto: as stored if --dtype is bfloat16, else float32; with
     # bfloat16 products both give the same numbers
     weights: Literal["auto", "float32", "bfloat16"] = "auto"
-    compile: bool = False  # torch.compile the decoding step; pays for long texts only
+    # torch.compile the decoding step, on a GPU to a CUDA graph; pays for long texts only
+    compile: bool = False
 
     def __post_init__(self):
         require(0 < self.top_p <= 1, f"--top_p={self.top_p:g} is a probability, above 0")

@@ -168,6 +168,8 @@ bench 12-eager 40 train $gpt2 --compiled=false --steps=16 --variants=before,sdpa
 not_built 13-eager-loss-kernel
 bench 14-schemes 200 schemes "--shapes=$schemes" $short --steps=10
 bench 15-length-16384 100 length $longer --rounds=3
+# The same in a worktree of commit 0c6d06f times the decoding kernel and the manually captured graph
+# that were there before: git worktree add ../before 0c6d06f
 bench 16-sample 60 sample ${sampled:+"$sampled"} $keys --rounds=3
 gather
 echo "wrote $out/minutes.md and minutes.json"

@@ -1,8 +1,9 @@
 """The operators that the model calls, and which implementation runs where.
 
 reference.py defines rope, attention and the loss. rope and attention are Triton kernels on CUDA
-(sm_80 and newer) and ROCm, and plain PyTorch (eager.py) elsewhere; the others are plain PyTorch
-everywhere. The scripts compare the kernels with plain PyTorch before they use them: check.py.
+(sm_80 and newer) and ROCm, and plain PyTorch (eager.py) elsewhere; the others, and attention of one
+query without gradient, are plain PyTorch everywhere. The scripts compare the kernels with plain
+PyTorch before they use them: check.py.
 
 NANOLONG_REFERENCE=1 in the environment forces plain PyTorch. TRITON_INTERPRET=1 runs the kernels on
 CPU tensors too, slowly, to test them. Importing this package prints nothing and imports only torch;
@@ -46,7 +47,10 @@ def rope(q, k, cos, sin):
 
 def attention(q, k, v, *, bias=None, length=None, plan=None, **options):
     """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention()."""
-    if v.dtype == torch.float64 or q.shape[2] == 1 or not triton_runs(q.device):
+    # One query meets each key once, so PyTorch's products read a cache as often as a kernel would.
+    is_single = q.shape[2] == 1 and not torch.is_grad_enabled()
+    is_plain = is_single or length is not None or v.dtype == torch.float64
+    if is_plain or not triton_runs(q.device):
         return eager.attention(q, k, v, bias=bias, length=length, **options)
     from . import flash
 

@@ -90,7 +90,7 @@ def compare(model, device, dtype, docs, positions):
 
 
 def make_tensors(model, length, gain, dtype, device):
-    """Random inputs of attention like the model's: a dict. The CPU's generator is left as it was."""
+    """Random inputs of attention like the model's: a dict. The CPU's generator keeps its state."""
     config, scheme = model.config, model.pos
     Hk = min(2, config.n_kv_head)
     H = Hk * config.n_head // config.n_kv_head

@@ -3,7 +3,7 @@
 reference.py defines what rope, attention and the loss compute, and tests/test_eager.py compares.
 Attention goes through in chunks of queries, which are computed again in the backward pass. The loss
 goes through in chunks of tokens, whose gradients are kept, if the loss is summed. A CPU has paths
-of its own.
+of its own, and one query, which decodes a token, computes here on every device.
 """
 
 import contextlib
@@ -29,6 +29,9 @@ warnings.filterwarnings("ignore", message="Mismatch dtype between input and weig
 # The most scores, or biases added to them, that exist at a time: 64 MiB in float32. The masks of
 # documents, one for each sequence, are not counted.
 MAX_SCORES = 1 << 24
+
+# Keys of a split of one query's values, if their number is a multiple, as a compiled cache's is.
+SPLIT = 256
 
 
 def linear(x, weight, bias=None):
@@ -121,8 +124,11 @@ def cos_sin(pos, inv_freq, factor=1.0):
 
     pos (...) int64, inv_freq (R/2,) float64: in float32 an angle is off by 0.06 at 1 M tokens.
     """
-    # A compiler would compute them again for every channel of every head and layer.
-    compute = _cos_sin_operator if torch.compiler.is_compiling() else _compute_cos_sin
+    # A compiler would compute them again for every channel of every head and layer. Of one token a
+    # GPU does so in the kernels that there are, and this operator would launch seven in each layer.
+    is_fused = pos.is_cuda and pos.shape[-1] == 1
+    is_opaque = torch.compiler.is_compiling() and not is_fused
+    compute = _cos_sin_operator if is_opaque else _compute_cos_sin
     return compute(pos, inv_freq, factor)
 
 
@@ -227,19 +233,33 @@ def attention(
 
     The softmax is float32, or float64 if q is.
     """
-    if length is not None and not torch.compiler.is_compiling():
+    H, Tq, D = q.shape[1:]
+    # One query elsewhere than on a CPU takes the valid length from the device.
+    is_single = Tq == 1 and not torch.is_grad_enabled()
+    is_single = is_single and q.device.type not in FLASH_DEVICES
+    if length is not None and not (is_single or torch.compiler.is_compiling()):
         n = int(length)
         length = None
         k, v = k[:, :, :n], v[:, :, :n]
         gates = None if gates is None else gates[..., :n]
     assert gates is None or bias is None, "gates are with no other term"
-    H, Tq, D = q.shape[1:]
+    assert length is None or causal, "a valid length is for causal attention"
     Tk = k.shape[2]
+    dtype = v.dtype
     scale = D**-0.5 if scale is None else scale
     # A cache of fixed shape: keys past its length lie in the future of all queries.
     q_start = (Tk if length is None else length) - Tq
     mask = _Mask(q_start, Tk, window, sinks, positions, docs, causal)
     needs_mask = mask.hides_keys() or (causal and Tq not in (1, Tk)) or length is not None
+
+    # autocast would round to bfloat16 again
+    no_autocast = contextlib.nullcontext()
+    if torch.is_autocast_enabled(q.device.type):
+        no_autocast = torch.autocast(q.device.type, enabled=False)
+    if is_single:
+        with no_autocast:
+            qkv = (q.to(dtype), k.to(dtype), v)
+            return _attend_from_one_query(*qkv, bias, gates, scale, mask, needs_mask, return_lse)
 
     # Bands have log-sum-exps and gradients of all terms, and need little memory. On a CPU they are
     # also faster than a mask, but for one query or a short text.
@@ -255,18 +275,12 @@ def attention(
 
     # Keep bfloat16 only for PyTorch's operator. There float32 is faster for a short text on a CPU,
     # and for a GPU the mask would get this dtype, in which distances above 256 are rounded.
-    dtype = v.dtype
     wide = torch.promote_types(dtype, torch.float32)
     is_slow = many_on_cpu and Tk < 512
     is_coarse = added is not None and q.device.type != "cpu"
     if not (in_bands or is_slow or is_coarse):
         wide = dtype
     q, k, v = q.to(dtype).to(wide), k.to(dtype).to(wide), v.to(wide)
-
-    # autocast would round to bfloat16 again
-    no_autocast = contextlib.nullcontext()
-    if torch.is_autocast_enabled(q.device.type):
-        no_autocast = torch.autocast(q.device.type, enabled=False)
     with no_autocast:
         if not in_bands:
             return _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask).to(dtype)
@@ -338,21 +352,9 @@ def visible_keys(query, key, window=0, sinks=0, positions=None, docs=None, causa
 
 def _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask):
     """Compute attention by PyTorch's operator, with a mask if one is needed."""
-    added = scores = None
+    added = None
     if bias is not None or gates is not None or needs_mask:
-        rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
-        added, distance = mask.visible(rows, keys, q.device)
-        distance = distance.abs()
-    if gates is not None:
-        of_queries = gates.index_select(2, mask.indices(rows, q.device))
-        scores = of_queries[..., None] - gates[:, :, None]
-    elif bias is not None and bias.dim() == 1:
-        scores = -bias[:, None, None] * distance
-    elif bias is not None:
-        scores = bias[:, distance.clamp(max=bias.shape[1] - 1)]
-    if scores is not None:
-        added = scores.masked_fill(~added, float("-inf"))
-        added = added.to(torch.promote_types(q.dtype, torch.float32))
+        added = _scores_to_add(q, k.shape[2], bias, gates, mask)
     # a bool, also if a compiled length varies
     is_causal = True if added is None and mask.causal and q.shape[2] > 1 else False
     enable_gqa = q.shape[1] != k.shape[1]
@@ -361,14 +363,71 @@ def _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask):
     )
 
 
+def _scores_to_add(q, Tk, bias, gates, mask):
+    """The bias or gates of all scores, -inf for keys that are not seen; without them, a bool mask.
+
+    (B or 1, H or 1, Tq, Tk).
+    """
+    rows = slice(0, q.shape[2])
+    visible, distance = mask.visible(rows, slice(0, Tk), q.device)
+    distance = distance.abs()
+    if gates is not None:
+        of_queries = gates.index_select(2, mask.indices(rows, q.device))
+        scores = of_queries[..., None] - gates[:, :, None]
+    elif bias is None:
+        return visible
+    elif bias.dim() == 1:
+        scores = -bias[:, None, None] * distance
+    else:
+        scores = bias[:, distance.clamp(max=bias.shape[1] - 1)]
+    added = scores.masked_fill(~visible, float("-inf"))
+    return added.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def _attend_from_one_query(q, k, v, bias, gates, scale, mask, needs_mask, return_lse):
+    """Compute attention of one query, without gradient.
+
+    Keys and values are read once, in their dtype: the queries that share them are the rows of one
+    product, with float32 scores. PyTorch's operator does this if there is nothing to add or hide.
+    """
+    B, H, _, D = q.shape
+    Hk, Tk = k.shape[1:3]
+    is_plain = bias is None and gates is None and not (needs_mask or return_lse)
+    if is_plain and (H == Hk or v.dtype.itemsize == 2):  # else it would copy keys for each query
+        return _attend_by_pytorch(q, k, v, None, None, scale, mask, False)
+    k, v = k.flatten(0, 1), v.flatten(0, 1)  # views of a cache
+    scores = _wide_product(q.reshape(B * Hk, -1, D), k.mT).view(B, H, 1, Tk) * scale
+    if bias is not None or gates is not None:
+        scores = scores + _scores_to_add(q, Tk, bias, gates, mask)
+    elif needs_mask:
+        visible = _scores_to_add(q, Tk, bias, gates, mask)
+        scores = scores.masked_fill(~visible, -math.inf)
+    # Values are split over products: a single one of few rows can leave most of a GPU idle.
+    n = SPLIT if Tk % SPLIT == 0 and v.is_contiguous() else Tk
+    p = scores.softmax(-1).to(v.dtype).view(B * Hk, -1, Tk // n, n).transpose(1, 2)
+    parts = _wide_product(p.reshape(-1, H // Hk, n), v.reshape(-1, n, D))
+    y = parts.view(B, Hk, -1, H // Hk, D).sum(2).view(B, H, 1, D).to(v.dtype)
+    return (y, scores.logsumexp(-1)) if return_lse else y
+
+
+def _wide_product(a, b):
+    """Multiply matrices (n, ., .) of 16 bits to float32, others in their dtype."""
+    if a.dtype.itemsize > 2:
+        return a @ b
+    if a.is_cuda and torch.version.cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
 # -----------------------------------------------------------------------------
 # Attention in bands
 #
 # A chunk of queries gets explicit scores for near keys, with the bias of each distance. Keys from
-# the distance `reach` on share the last entry and go through PyTorch's flash attention for CPUs; the
-# two parts are merged by their log-sum-exps. The backward pass of flash attention takes the output
-# and the log-sum-exp over **all** keys, and returns the gradients for the distant keys. The last table entry is added to every distant score. Its gradient is the part
-# of the row's total that the near scores do not take; the total is the gradient of the log-sum-exp.
+# the distance `reach` on share the last entry and go through PyTorch's flash attention for CPUs;
+# the two parts are merged by their log-sum-exps. The backward pass of flash attention takes the
+# output and the log-sum-exp over **all** keys, and returns the gradients for the distant keys. The
+# last table entry is added to every distant score. Its gradient is the part of the row's total that
+# the near scores do not take; the total is the gradient of the log-sum-exp.
 #
 # Gates c_i - c_j go through flash attention for all keys before the chunk: c_i is a constant of
 # query i, which the log-sum-exp gets, and -c_j, a channel more of k. Each chunk counts c from its

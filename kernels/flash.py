@@ -102,7 +102,7 @@ class Call(NamedTuple):
     k: Rows
     v: Rows
     bias: Rows  # slopes (H,) or a table (H, m); t: distances
-    gates: Rows  # in log2 units, of in_two_parts(); in decode.py float64, as they are given
+    gates: Rows  # in log2 units, of in_two_parts()
     pos: Rows  # positions for the window, if they are not the indices
     docs: Rows
     Tq: int
@@ -201,21 +201,21 @@ def _entries(x, b, n, limit):
 
 
 @triton.jit
-def visible_keys(call, b, i, j, Tk, FLIP: tl.constexpr):
+def visible_keys(call, b, i, j, FLIP: tl.constexpr):
     """The mask of a tile: which keys j each query i sees, both by index."""
     at_i, at_j = _pair(i, j, FLIP)
-    visible = at_j < Tk
+    visible = at_j < call.Tk
     if call.CAUSAL:
         visible &= at_j <= at_i
     if call.window is not None:
         if call.pos is not None:
-            pos_i = _entries(call.pos, b, i, Tk)
-            pos_j = _entries(call.pos, b, j, Tk)
+            pos_i = _entries(call.pos, b, i, call.Tk)
+            pos_j = _entries(call.pos, b, j, call.Tk)
             at_i, at_j = _pair(pos_i, pos_j, FLIP)
         visible &= (tl.abs(at_i - at_j) < call.window) | (at_j < call.sinks)
     if call.docs is not None:
-        doc_i = _entries(call.docs, b, i, Tk)
-        doc_j = _entries(call.docs, b, j, Tk)
+        doc_i = _entries(call.docs, b, i, call.Tk)
+        doc_j = _entries(call.docs, b, j, call.Tk)
         of_i, of_j = _pair(doc_i, doc_j, FLIP)
         visible &= of_i == of_j
     return visible
@@ -353,7 +353,7 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
                     call, bias, q, k, of_tile, i0, n0, r, c, segment == CLIPPED, False
                 )
                 if segment < WHOLE:
-                    visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, False)
+                    visible = visible_keys(call, b, i0 + r, n0 + c, False)
                     s = tl.where(visible, s, float("-inf"))
 
                 # running softmax
@@ -424,7 +424,7 @@ def _dq_kernel(call, segments, OUT, LSE, DOUT, DLSE, DQ, DELTA, BM: tl.constexpr
                 )
                 p = tl.exp2(s * factor - (lse - shift)[:, None])
                 if segment < WHOLE:
-                    visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, False)
+                    visible = visible_keys(call, b, i0 + r, n0 + c, False)
                     p = tl.where(visible, p, 0.0)
 
                 # gradient of the scores
@@ -494,7 +494,7 @@ def _dkdv_kernel(
                         lse -= _gates_since(call, gates, start, i0 + r)
                     p = tl.exp2(s * factor - (lse - shift)[None, :])
                     if segment < WHOLE:
-                        visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, True)
+                        visible = visible_keys(call, b, i0 + r, n0 + c, True)
                         p = tl.where(visible, p, 0.0)
 
                     # gradients of the values, the scores and the keys
@@ -601,7 +601,7 @@ def _sweep_kernel(call, segments, LSE, DOUT, DELTA, DBIAS, B, first_diagonal, BM
             p = tl.exp2(s * call.scale + tile_bias - lse[:, None])
             if call.window is not None or call.docs is not None or not call.CAUSAL:
                 i = call.Tk - call.Tq + m0 + r
-                p = tl.where(visible_keys(call, b, i, n0 + c, call.Tk, False), p, 0.0)
+                p = tl.where(visible_keys(call, b, i, n0 + c, False), p, 0.0)
 
             # gradient of the scores
             do = load_rows(call, head_rows(DOUT, b, h), m0, r, call.Tq, True)
@@ -629,7 +629,7 @@ def _reach_kernel(call, segments, REACHED, BM: tl.constexpr, BN: tl.constexpr):
     for t in tl.range(0, sinks_end + end - first):
         j = tl.where(t < sinks_end, t, t - sinks_end + first) * BN + tl.arange(0, BN)
         is_clipped = tl.abs(i[:, None] - j[None, :]) >= call.m - 1
-        is_clipped &= visible_keys(call, b, i, j, call.Tk, False) & (i < call.Tk)[:, None]
+        is_clipped &= visible_keys(call, b, i, j, False) & (i < call.Tk)[:, None]
         reached |= tl.max(is_clipped.to(tl.int32), 1)
     tl.store(REACHED + b * tl.num_programs(0) + block, tl.max(reached, 0))
 
@@ -939,7 +939,7 @@ def empty_results(q, *others):
     return empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def kernel_layout(x, multiple=16):
+def kernel_layout(x):
     """Copy x (B, H, T, D) if the kernels cannot read it as it is.
 
     They need contiguous channels (a gradient that autograd expanded has stride 0), and tokens less
@@ -947,8 +947,8 @@ def kernel_layout(x, multiple=16):
     of 16 bytes, with strides that are multiples of 16 elements: only then are rows copied
     asynchronously, and for other copies Triton 3.7 leaves out a fence before the products of sm_90.
     """
-    aligned = all(stride % multiple == 0 for stride in x.stride()[:3])
-    aligned = aligned and x.data_ptr() % multiple == 0
+    aligned = all(stride % 16 == 0 for stride in x.stride()[:3])
+    aligned = aligned and x.data_ptr() % 16 == 0
     if aligned and x.stride(3) == 1 and x.stride(2) < 1 << 24:
         return x
     B, H, T, D = x.shape

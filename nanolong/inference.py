@@ -1,15 +1,14 @@
 """Fast sampling, which GPT.generate() calls: the cache of keys and values, prompts of unequal
-length, and a decoding step of fixed shape that can be compiled and, on a GPU, captured as a graph.
+length, and a decoding step of fixed shape that can be compiled, on a GPU to a CUDA graph.
 """
 
 import contextlib
 import math
-import warnings
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
-import kernels
 from nanolong.errors import UserError, require
 
 
@@ -41,6 +40,13 @@ class KVCache:
     @property
     def fixed_shape(self):
         return self.write_index is not None
+
+    def tensors(self):
+        """All tensors that a step of fixed shape reads or writes."""
+        found = [self.pos, self.docs, self.write_index, self.valid_length]
+        for of_layers in (self.keys, self.values, self.gates, self.state, self.terms):
+            found += tree_leaves(of_layers)
+        return [x for x in found if isinstance(x, torch.Tensor)]
 
     def append(self, tokens, pos, docs, tables_version, explicit_positions):
         """Append tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None.
@@ -149,14 +155,13 @@ def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
     # is as the caller has it, who may be training it.
     for number in range(max_new_tokens):
         with evaluation_mode(modules):
-            if number == 1:
-                step = make_decoding_step(model, cache, pos, docs, compiled)
-                if step is not None:  # steps of fixed shape do not look at the length
-                    model.check_length(total)
+            if compiled and number == 1:
+                model.check_length(total)  # steps of fixed shape do not look at the length
+                step = FixedShapeStep(model, cache, pos, docs).compile()
             if step is None:
                 logits = compute_logits(model, tokens, pos, docs, cache)
             else:
-                logits = step(tokens)
+                logits = compute_compiled(step, tokens, model)
         if number == 0 or logits.is_cpu:  # a GPU would be waited for once more at every token
             check_logits(logits)
         tokens = sample_token(logits, *sampling)
@@ -189,6 +194,16 @@ def compute_logits(model, tokens, pos, docs, cache):
     pos = None if pos is None else pos[..., now]
     docs = None if docs is None else docs[:, now]
     return model.head(model.hidden_states(tokens, pos, docs, cache)[:, -1]).float()
+
+
+def compute_compiled(step, tokens, model):
+    """The logits (B, V), float32, of a compiled step; its first call compiles."""
+    try:
+        return step(tokens)
+    except torch._dynamo.exc.Unsupported as error:
+        name = type(model.pos).__name__
+        problem = f"the decoding step of {name} cannot be compiled: leave out --compile"
+        raise UserError(problem) from error
 
 
 def check_logits(logits):
@@ -296,42 +311,22 @@ def pad_prompts(model, prompts, total, capacity):
 # The decoding step of fixed shape.
 
 
-def make_decoding_step(model, cache, pos, docs, compiled):
-    """A function from tokens (B, 1) to logits (B, V), or None if steps have no fixed shape."""
-    if cache.tokens.device.type == "cuda":
-        with torch.cuda.device(cache.tokens.device):  # of the streams and the capture
-            return capture_graph(model, cache, pos, docs, compiled)
-    if not compiled:
-        return None
-    step = FixedShapeStep(model, cache, pos, docs)
-    run = torch.compile(step.run, fullgraph=True)
-    try:
-        run(cache.tokens.new_zeros(len(cache.tokens), 1))
-    except torch._dynamo.exc.Unsupported as error:
-        name = type(model.pos).__name__
-        problem = f"the decoding step of {name} cannot be compiled: leave out --compile"
-        raise UserError(problem) from error
-    step.rewind()
-    return run
-
-
 def tables_change(model, short, long):
     """Whether the scheme's tables change between `short` and `long` tokens."""
     return model.pos.is_dynamic or model.pos.set_length(short) != model.pos.set_length(long)
 
 
 class FixedShapeStep:
-    """A decoding step whose shapes do not change as the text grows.
+    """A decoding step whose shapes and addresses do not change as the text grows.
 
-    Where the next token is written is a tensor on the device, so that the step can be compiled
-    once, and captured. Under autocast the weights are cast once, here.
+    Where the next token is written is a tensor on the device. So the step is compiled once, and a
+    GPU replays one CUDA graph of it. Under autocast the weights are cast once, here.
     pos (capacity,) or (B, capacity), docs (B, capacity): of the whole text, or None.
     """
 
     def __init__(self, model, cache, pos=None, docs=None):
         self.model = model
         self.cache = cache
-        self.start = cache.length
         device = cache.tokens.device
         self.device_type = device.type
         pos = torch.arange(cache.capacity, device=device) if pos is None else pos
@@ -341,7 +336,6 @@ class FixedShapeStep:
         cache.valid_length = torch.tensor([cache.length + 1], device=device)
         self.dtype = None
         self.weights = {}  # weights of linear layers by name, cast
-        self.state = [x.clone() for kept in cache.state.values() for x in kept]
         if torch.is_autocast_enabled(self.device_type):
             self.dtype = torch.get_autocast_dtype(self.device_type)
             for module_name, module in model.named_modules():
@@ -352,7 +346,7 @@ class FixedShapeStep:
     def run(self, tokens):
         """Map tokens (B, 1) to logits (B, V), float32, and advance by one token."""
         cache = self.cache
-        # autocast's own cache of cast weights would be freed under a captured graph
+        # autocast's own cache of cast weights is not in the graph
         is_cast = self.dtype is not None
         with torch.autocast(self.device_type, self.dtype, enabled=is_cast, cache_enabled=False):
             options = {"positions": cache.pos.index_select(-1, cache.write_index), "cache": cache}
@@ -361,61 +355,13 @@ class FixedShapeStep:
         torch._foreach_add_([cache.write_index, cache.valid_length], 1)
         return logits[:, -1].float()
 
-    def rewind(self):
-        """Go back to the first step."""
-        self.cache.write_index.fill_(self.start)
-        self.cache.valid_length.fill_(self.start + 1)
-        kept = [x for layer in self.cache.state.values() for x in layer]
-        for now, before in zip(kept, self.state, strict=True):
-            now.copy_(before)
-
-    def capture(self, compiled):
-        """Capture run() as a CUDA graph, which replay() launches."""
-        run = torch.compile(self.run, fullgraph=True) if compiled else self.run
-        self.tokens = self.cache.tokens.new_zeros(len(self.cache.tokens), 1)
-        self.graph = torch.cuda.CUDAGraph()
-        # Run it twice on a side stream, so that everything is compiled before the capture.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                run(self.tokens)
-                self.rewind()
-        torch.cuda.current_stream().wait_stream(stream)
-        # torch's own stream for captures is on the device of the first one
-        with torch.cuda.graph(self.graph, stream=stream):
-            self.logits = run(self.tokens)
-        self.rewind()
-
-    def replay(self, tokens):
-        """Do what run() does, by launching the graph."""
-        self.tokens.copy_(tokens)
-        self.graph.replay()
-        return self.logits
-
-
-def capture_graph(model, cache, pos, docs, compiled):
-    """A decoding step captured as a CUDA graph: a function from tokens (B, 1) to logits (B, V).
-
-    None, with a warning, if it cannot be captured: then the kernels of a step are launched singly.
-    """
-    stream = torch.cuda.current_stream()
-    old_pos, old_docs = cache.pos, cache.docs
-    step = None
-    try:
-        if tables_change(model, cache.length, cache.capacity):
-            raise RuntimeError("the method's tables change as the text grows")
-        if not compiled and not kernels.triton_runs(cache.tokens.device):
-            raise RuntimeError("plain PyTorch reads the length of the text on the host")
-        step = FixedShapeStep(model, cache, pos, docs)
-        step.capture(compiled)
-        return step.replay  # its step owns the cast weights, which the graph reads where they lie
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        warnings.warn(f"sampling without a CUDA graph: {reason}", stacklevel=4)
-        torch.cuda.set_stream(stream)  # a capture that fails leaves its own
-        if step is not None:
-            step.rewind()
-        cache.write_index = cache.valid_length = None
-        cache.pos, cache.docs = old_pos, old_docs
-        return None
+    def compile(self):
+        """Return run(), compiled. On a GPU it replays a CUDA graph, and the next call overwrites
+        the logits.
+        """
+        if self.device_type != "cuda":
+            return torch.compile(self.run, fullgraph=True)
+        # A graph reads and writes these where they lie; other inputs are copied to it at each step.
+        for x in (*self.weights.values(), *self.cache.tensors()):
+            torch._dynamo.mark_static_address(x)
+        return torch.compile(self.run, fullgraph=True, mode="reduce-overhead")

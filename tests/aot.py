@@ -29,7 +29,7 @@ import triton  # noqa: E402
 from kernel_cases import bias_arguments, bias_leaves  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from kernels import decode, flash, rotary  # noqa: E402
+from kernels import flash, rotary  # noqa: E402
 from kernels.flash import device_family  # noqa: E402
 
 # Bytes of shared memory that a program may take, by architecture.
@@ -51,7 +51,7 @@ BATCH, HEADS, TOKENS, DISTANCES = 2, 12, 1024, 129
 
 KERNELS = [
     (module, name, kernel)
-    for module in (flash, decode, rotary)
+    for module in (flash, rotary)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 ]
@@ -106,9 +106,9 @@ def faults(row):
         found.append("spills")
     if row["atomics"]:
         found.append("atomics")
-    if row["2 bytes"] and row["kernel"] != "combine":  # which stores one row
+    if row["2 bytes"]:
         found.append("accesses of 2 bytes")
-    if not row["products"] and row["kernel"] not in ("rotate", "combine", "reach"):
+    if not row["products"] and row["kernel"] not in ("rotate", "reach"):
         found.append("no tensor cores")
     return found
 
@@ -151,7 +151,7 @@ class Compiler:
 
 
 def compile_case(target, bias, D, mask):
-    """Compile a training step and a decoded token of a model: what each kernel costs."""
+    """Compile a training step of a model: what each kernel costs."""
     rows = []
     capability = divmod(int(target.removeprefix("sm_")), 10)
     with mock.patch("torch.cuda.get_device_capability", return_value=capability):
@@ -167,8 +167,6 @@ def compile_case(target, bias, D, mask):
     terms = bias_arguments(bias, [x.requires_grad_() for x in leaves]) | masks_of(mask)
     y = flash.attention(*rotary.rope(q, k, angles, angles), v, **terms)
     y.backward(y)
-    with torch.no_grad():
-        decode.attention(q[:, :, :1], k, v, **terms, length=torch.tensor([TOKENS]))
     return rows
 
 

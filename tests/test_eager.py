@@ -4,12 +4,19 @@ written from the formulas.
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_success, run_python
-from kernel_cases import rotate_by_complex_numbers
+from kernel_cases import (
+    bias_arguments,
+    bias_leaves,
+    error,
+    mask_options,
+    rotate_by_complex_numbers,
+)
 
 import kernels
 import model
@@ -288,6 +295,61 @@ def test_slopes_and_gates_are_exact_over_16k_tokens(slope, mean, dtype, limit):
     for a, b in zip(found[3:], right[3:], strict=True):
         a, b = (x.flip(-1).cumsum(-1) for x in (a, b))
         assert (a - b).norm() < max(2 * limit, 1e-4) * b.norm()
+
+
+LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "window", "sinks", "positions", "sinks and docs"])
+@pytest.mark.parametrize("bias", ["none", "slopes", "table", "gates"])
+@torch.no_grad()
+def test_one_query_as_on_a_gpu_against_float64(bias, mask, heads, rng, monkeypatch):
+    """The log-sum-exp has no rounding of 16 bits. Tokens behind a valid length change nothing."""
+    monkeypatch.setattr(eager, "FLASH_DEVICES", ())
+    random.seed(int(rng.integers(1 << 30)))
+    H, Hk = heads
+    for dtype, (n, capacity) in itertools.product(
+        LIMITS, ((1, 1), (37, 37), (37, 61), (301, 301), (301, 512))
+    ):
+        q, k, v = torch.randn(2, H, 1, 24), torch.randn(2, Hk, n, 24), torch.randn(2, Hk, n, 24)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        leaves = bias_leaves(bias, H, 20, 2, n)
+        masks = mask_options(mask, 2, capacity)
+        shorter = {name: x[..., :n] if torch.is_tensor(x) else x for name, x in masks.items()}
+        terms = bias_arguments(bias, [x.double() for x in leaves])
+        wide = [x.double() for x in (q, k, v)]
+        exact = reference.attention(*wide, **terms, **shorter, return_lse=True)
+        if capacity > n:
+            k, v = (F.pad(x, (0, 0, 0, capacity - n), value=3e4) for x in (k, v))
+            leaves = [F.pad(x, (0, capacity - n), value=1e9) for x in leaves if bias == "gates"]
+            leaves = leaves or list(terms.values())
+            masks["length"] = torch.tensor([n])
+        terms = bias_arguments(bias, [x if bias == "gates" else x.float() for x in leaves])
+        y, lse = eager.attention(q, k, v, **terms, **masks, return_lse=True)
+        assert y.dtype == dtype and error(y, exact[0]) <= LIMITS[dtype]
+        assert lse.dtype == torch.float32 and error(lse, exact[1]) <= 1e-6
+        y = eager.attention(q, k, v, **terms, **masks)
+        assert y.dtype == dtype and error(y, exact[0]) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("capacity, n", [(512, 512), (600, 512), (300, 301)])
+@torch.no_grad()
+def test_one_query_reads_the_cache_where_it_lies(capacity, n, monkeypatch):
+    """In its dtype, once, also if several queries share a head of it."""
+    monkeypatch.setattr(eager, "FLASH_DEVICES", ())
+    read = []
+    product = eager._wide_product
+
+    def record(a, b):
+        read.append((b.data_ptr(), b.numel(), b.dtype))
+        return product(a, b)
+
+    monkeypatch.setattr(eager, "_wide_product", record)
+    q = torch.randn(2, 6, 1, 8).bfloat16()
+    k, v = (torch.randn(2, 2, max(capacity, n), 8).bfloat16()[:, :, :n] for _ in range(2))
+    eager.attention(q, k, v, bias=torch.rand(6))
+    assert read == [(x.data_ptr(), x.numel(), x.dtype) for x in (k, v)]
 
 
 @pytest.mark.parametrize("hides", ["documents", "window"])

@@ -1,4 +1,4 @@
-"""kernels/flash.py and kernels/decode.py under Triton's interpreter, on CPU tensors.
+"""kernels/flash.py under Triton's interpreter, on CPU tensors.
 
 tests/test_kernels.py runs this file in a process with TRITON_INTERPRET=1. By default it runs small
 cases that visit every kernel, kind of bias and mask; --all adds a sample of the large products, and
@@ -6,7 +6,6 @@ cases that visit every kernel, kind of bias and mask; --all adds a sample of the
 On a GPU, compiled: NANOLONG_GPU=1 python -m pytest -q tests/interpreted -n 8 --exhaustive
 """
 
-import itertools
 import math
 import random
 
@@ -28,7 +27,7 @@ from kernel_cases import (
 )
 
 import kernels
-from kernels import decode, flash, reference
+from kernels import flash, reference
 from model import POSITIONS
 
 slow = pytest.mark.slow
@@ -47,7 +46,7 @@ FACTORS = {
 N_PAIRWISE = 14  # with --all; the first cases have the most new pairs
 ROUNDING = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
-# Every kind of bias with several masks and dtypes. 3 queries: the decoding kernel, too.
+# Every kind of bias with several masks and dtypes.
 SMALL_CASES = [
     small_case(mask="causal", gradient="constant"),
     small_case(mask="sinks", dtype="bfloat16", gradient="transposed"),
@@ -77,8 +76,7 @@ def small_inputs(H=2, T=100, D=16, dtype=torch.float32):
 def check_case(case):
     """Compare outputs, log-sum-exps and every gradient of a case with float64.
 
-    The error may be twice that of the same formula in PyTorch at that dtype, and a rounding. Few
-    queries are also decoded.
+    The error may be twice that of the same formula in PyTorch at that dtype, and a rounding.
     """
     leaves, build, options = random_inputs(**case)
     dtype = leaves[0].dtype
@@ -118,13 +116,6 @@ def check_case(case):
             assert float((x - expected).norm()) <= share * size, name
         else:
             assert error(x, expected) <= bound, name
-
-    if len(dy[0, 0]) <= 17:
-        arguments, bias = build(*leaves)
-        with torch.no_grad():
-            decoded = decode.attention(*arguments, **bias, **options, return_lse=True)
-        for x, by_pytorch, expected in zip(decoded, plain, exact, strict=False):
-            assert error(x, expected) <= 2 * error(by_pytorch, expected) + ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("case", SMALL_CASES, ids=case_name)
@@ -180,48 +171,18 @@ def test_delta_is_corrected(rng):
     assert (grad - expected).norm() <= 0.3 * uncorrected.norm()
 
 
-@pytest.mark.parametrize(
-    "n,mask",
-    in_levels(itertools.product((37, 1, 149, 150), ("all", "none", "sinks")), n_fast=1, n_slow=2),
-)
-def test_decoding_with_a_valid_length(n, mask, rng):
-    """A tensor: later keys do not exist, whatever is in their memory. all: documents, too."""
-    capacity = 150
-    q = torch.randn(2, 4, 1, 16)
-    k, v = (torch.randn(2, 2, n, 16) for _ in range(2))
-    cache = [F.pad(x, (0, 0, 0, capacity - n), value=math.nan) for x in (k, v)]
-    index = torch.arange(capacity)
-    options = {} if mask == "none" else {"window": 16, "sinks": 2}
-    per_key = {}
-    if mask == "all":
-        per_key["docs"] = (20 - index).clamp(min=0).expand(2, capacity)
-        per_key["positions"] = torch.stack(((index - 20).clamp(min=0), index))
-    shorter = {name: x[:, :n] for name, x in per_key.items()}
+@pytest.mark.parametrize("Tq, Tk, bias", [(2, 75, "none"), (5, 131, "table"), (8, 67, "gates")])
+def test_a_few_queries_with_a_cache(Tq, Tk, bias, rng):
+    """Without gradient, as when a text is continued by several tokens at once."""
+    q, k, v = torch.randn(2, 6, Tq, 16), torch.randn(2, 2, Tk, 16), torch.randn(2, 2, Tk, 16)
+    leaves = bias_leaves(bias, 6, 30, 2, Tk)
+    options = {"window": 40, "sinks": 3, "docs": torch.arange(Tk).expand(2, Tk) // 50}
+    found = flash.attention(q, k, v, **bias_arguments(bias, leaves), **options, return_lse=True)
     wide = [x.double() for x in (q, k, v)]
-    length = {"length": torch.tensor([n]), "return_lse": True}
-    for bias in ("none", "slopes", "table", "gates"):
-        leaves = bias_leaves(bias, 4, 30, 2, capacity)
-        if bias == "gates":
-            leaves[0][..., n:] = math.nan
-        terms = bias_arguments(bias, leaves)
-        found = decode.attention(q, *cache, **terms, **options, **per_key, **length)
-        leaves = [x[..., :n] if bias == "gates" else x for x in leaves]
-        terms = bias_arguments(bias, [x.double() for x in leaves])
-        exact = reference.attention(*wide, **terms, **options, **shorter, return_lse=True)
-        for x, expected in zip(found, exact, strict=True):
-            assert error(x, expected) <= 1e-6, bias
-
-
-@pytest.mark.parametrize("document_length", [300, 120])
-def test_decoding_over_several_splits(document_length, monkeypatch, rng):
-    """Three splits of the keys; in the second case the queries see nothing of two of them."""
-    monkeypatch.setattr(decode, "number_of_splits", lambda Tk, programs, BN: 3)
-    q, k, v = torch.randn(2, 2, 3, 16), torch.randn(2, 1, 300, 16), torch.randn(2, 1, 300, 16)
-    docs = torch.arange(300).expand(2, 300) // document_length
-    y, lse = decode.attention(q, k, v, docs=docs, return_lse=True)
-    wide = [x.double() for x in (q, k, v)]
-    expected, expected_lse = reference.attention(*wide, docs=docs, return_lse=True)
-    assert error(y, expected) < 1e-6 and error(lse, expected_lse) < 1e-6
+    terms = bias_arguments(bias, [x.double() for x in leaves])
+    exact = reference.attention(*wide, **terms, **options, return_lse=True)
+    for x, expected in zip(found, exact, strict=True):
+        assert error(x, expected) <= 1e-6
 
 
 # -----------------------------------------------------------------------------
@@ -346,21 +307,15 @@ def test_keys_far_apart_in_memory(rng):
     for stride, T in ((1 << 23, 290), (1 << 24, 150)):
         q_T, near_T = q[:, :, :T], near[:, :, :T]
         far = memory.as_strided((1, 1, T, 16), (0, 0, stride, 1)).copy_(near_T)
-        for attention, queries in ((flash.attention, q_T), (decode.attention, q[:, :, :1])):
-            assert torch.equal(attention(queries, far, far), attention(queries, near_T, near_T))
-    # nine query heads that share a key head, the last one at 2^31
-    q_heads = torch.randn(1, 9, 1, 16).half()
-    far = memory.as_strided((1, 9, 1, 16), (0, 1 << 28, 16, 1)).copy_(q_heads)
-    k = near[:, :, :40]
-    assert torch.equal(decode.attention(far, k, k), decode.attention(q_heads, k, k))
+        found = flash.attention(q_T, far, far)
+        assert torch.equal(found, flash.attention(q_T, near_T, near_T))
 
 
 # -----------------------------------------------------------------------------
 # Errors
 
 
-@pytest.mark.parametrize("attention", [flash.attention, decode.attention], ids=["flash", "decode"])
-def test_unsupported_arguments_are_rejected(attention):
+def test_unsupported_arguments_are_rejected():
     q, k, v = (x.detach() for x in small_inputs())
     gates = torch.zeros(2, 2, 100, dtype=torch.float64)
     for words, arguments, options in (
@@ -373,10 +328,7 @@ def test_unsupported_arguments_are_rejected(attention):
         ("positions", (q, k, v), {"positions": torch.ones(100), "window": 3}),
     ):
         with pytest.raises(ValueError, match=words):
-            attention(*arguments, **options)
-    if attention is decode.attention:
-        with pytest.raises(ValueError, match="requires a gradient"):
-            attention(*small_inputs())
+            flash.attention(*arguments, **options)
 
 
 # -----------------------------------------------------------------------------
