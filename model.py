@@ -324,6 +324,7 @@ class GPT(nn.Module):
 
     def hidden_states(self, tokens, positions=None, docs=None, cache=None):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
+        assert tokens.dim() == 2, f"tokens have the shape {tuple(tokens.shape)}: give (B, T)"
         T = tokens.shape[1]
         tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
@@ -487,6 +488,7 @@ class GPT(nn.Module):
         generator=None,
         compiled: bool = False,
         min_p: float = 0.0,
+        stop=(),
     ):
         """Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
 
@@ -501,12 +503,13 @@ class GPT(nn.Module):
         generator:   one torch.Generator, or a list of one for each row
         compiled:    compile the decoding step
         min_p:       keep tokens of at least this fraction of the most likely one's probability
+        stop:        token ids that end a row: it yields its own, and then that one again, until
+                     all rows have ended
         """
         from nanolong import inference
 
-        return inference.generate(
-            self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p
-        )
+        options = (temperature, top_k, top_p, generator, compiled, min_p, stop)
+        return inference.generate(self, tokens, max_new_tokens, *options)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors that a checkpoint stores, by name, a tied head once. LoRA replaces this."""
