@@ -7,7 +7,7 @@
     python data/prepare.py my.txt --tokenizer=bpe --vocab_size=4096      a vocabulary of its own
 
 Of a folder whole files are validation, by a hash of their path; of fewer than 20 files it is the
-last tenth of each. Of a .jsonl file the "text" of every line is a document, as a file is.
+last tenth of each. Of a file of JSON, a list or lines, the "text" of every row is a document.
 """
 
 import os
@@ -33,8 +33,8 @@ from nanolong.errors import UserError, require, run_main
 class PrepareConfig:
     dataset: str = ""  # a dataset that needs no text of yours: python, shakespeare or fineweb10B
     name: str = ""  # data/NAME is written; by default the dataset's or the file's name
-    # bytes, char, bpe (trained on this text), a tiktoken encoding such as gpt2, a tokenizer.json or
-    # a folder that has one, or a run folder, for the tokenizer of its model
+    # bytes (if it is given, of any file), char, bpe (trained on this text), an encoding of tiktoken
+    # such as gpt2, a tokenizer.json or a folder that has one, or a run folder, for its tokenizer
     tokenizer: str = "bytes"
     vocab_size: int = 4096  # bpe: tokens to learn, with the 256 bytes and <|endoftext|>
     val_fraction: float = 0.1  # fraction of the text that is validation
@@ -44,7 +44,8 @@ class PrepareConfig:
 def prepare_text(path, name="", **options):
     """Make data/<name> from a text file, or from the text files of a folder. Raises UserError."""
     path = Path(path)
-    require(path.exists(), f"there is no file or folder {path}: give the path of a text")
+    is_there = path.is_file() or path.is_dir()
+    require(is_there, f"there is no file or folder {path}: give the path of a text")
     files = {path.name: path}
     if path.is_dir():
         # neither hidden files nor those in hidden folders
