@@ -542,6 +542,8 @@ def check_config(config):
             require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
     require(0 <= config.dropout < 1, f"dropout={config.dropout} is no fraction below 1: give one")
     require(0 <= config.p_rope <= 1, f"p_rope={config.p_rope} is no fraction: give one up to 1")
+    for name in ("embed_scale", "attn_scale", "rope_base"):
+        require(getattr(config, name) > 0, f"{name} must be above 0: give another")
     pos, pattern, window = config.pos, config.layer_pattern, config.window
     names = ", ".join(POSITIONS)
     require(pos in POSITIONS, f"there is no scheme {pos!r}: give {names}, or --entry=FILE.py")

@@ -86,6 +86,8 @@ def main(argv=None):
         )
     is_for_bpe = cfg.tokenizer == "bpe" or "vocab_size" not in args.given
     require(is_for_bpe, "--vocab_size is of a vocabulary that is learned: give --tokenizer=bpe too")
+    is_for_fineweb = cfg.dataset == "fineweb10B" or "shards" not in args.given
+    require(is_for_fineweb, "--shards is of --dataset=fineweb10B: leave it out, or give that")
     # what is not given is left to the dataset
     names = ("tokenizer", "vocab_size", "val_fraction")
     options = {name: getattr(cfg, name) for name in names if name in args.given}

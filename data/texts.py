@@ -73,6 +73,7 @@ def prepare(dataset, name="", shards=10, **options):
     known = ("python", "shakespeare", "fineweb10B")
     remedy = f"choose {', '.join(known)}, or give a file or folder of text"
     require(dataset in known, f"there is no dataset {dataset!r} to prepare: {remedy}")
+    require(shards >= 1, "--shards must be at least 1")
     name = name or dataset
     if dataset == "python":
         source = f"standard library of Python {platform.python_version()}"

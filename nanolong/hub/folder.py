@@ -100,6 +100,11 @@ def read_tensors(folder):
         "it can run any program): download it, or let transformers load and save the model where "
         "you trust it",
     )
+    # such as model-00001-of-00002.safetensors
+    total = re.search(r"-of-(\d+)\.safetensors$", files[-1].name)
+    problem = f"{len(files)} of the {total and int(total[1])} files of weights are there"
+    is_whole = not total or len(files) == int(total[1])
+    require(is_whole, f"{problem}, {files[-1].name} the last of them: download the others")
     tensors = {}
     for file in files:
         with as_user_error(file):
