@@ -348,7 +348,7 @@ def main(argv=None):
     with run.lock(cfg.out_dir):
         run.check_unused(cfg)
         has_record = not cfg.max_iters or (cfg.dataset and cfg.learning_rate)
-        problem = f"{args.paths[0]} says neither data nor a learning rate above 0 to train with"
+        problem = f"{args.paths[0]} has no record of data and a learning rate above 0"
         require(has_record, f"{problem}: give --dataset and --learning_rate, or --max_iters=0")
         # Load, and extend.
         model = GPT.load(cfg.out_dir if cfg.resumes else args.paths[0], weights=weights)

@@ -274,9 +274,9 @@ class Texts:
                     require(not reason or (allows_all and takes_all), reason)
                     sizes, hashes, n = survey(name, path, bar, as_bytes)
                 except UserError as error:
-                    advice = ", or give --tokenizer=bytes for its bytes" * bool(
-                        reason and takes_all
-                    )
+                    advice = ""
+                    if reason and takes_all:
+                        advice = ", or give --tokenizer=bytes for its bytes"
                     require(len(files) > 1, f"{path} is {error}{advice}")
                     if path.stat().st_size:
                         print(f"left out {name} ({error})")

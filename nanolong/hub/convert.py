@@ -93,9 +93,11 @@ def fold_gpt2(stored, c):
     for layer in range(c.num_hidden_layers):
         factor = 1 / (layer + 1) if c.scale_attn_by_inverse_layer_idx else 1.0
         factor *= 1.0 if c.scale_attn_weights else math.sqrt(head_dim(c))
-        for kind in ("weight", "bias") if factor != 1 else ():
+        if factor == 1:
+            continue
+        for kind in ("weight", "bias"):
             name = f"transformer.h.{layer}.attn.c_attn.{kind}"
-            # columns of queries, keys and values; a copy: the comparison needs the original
+            # queries are the first columns; the comparison needs the original
             stored[name] = stored[name].float().clone()
             stored[name][..., : c.hidden_size] *= factor
 

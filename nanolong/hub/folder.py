@@ -102,9 +102,10 @@ def read_tensors(folder):
     )
     # such as model-00001-of-00002.safetensors
     total = re.search(r"-of-(\d+)\.safetensors$", files[-1].name)
-    problem = f"{len(files)} of the {total and int(total[1])} files of weights are there"
-    is_whole = not total or len(files) == int(total[1])
-    require(is_whole, f"{problem}, {files[-1].name} the last of them: download the others")
+    n_files = int(total[1]) if total else len(files)
+    problem = f"{len(files)} of the {n_files} files of weights are there"
+    remedy = "download the others"
+    require(len(files) == n_files, f"{problem}, {files[-1].name} the last of them: {remedy}")
     tensors = {}
     for file in files:
         with as_user_error(file):

@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", module="transformers")
 def as_user_error(source):
     """Raise what a damaged file leads to in the libraries, any kind of error, as a UserError.
 
-    An error of names, types or indices may be a bug of ours, and no other file helps against it.
+    A KeyError and the like may be a bug of ours, against which no other file helps.
     """
     try:
         yield
