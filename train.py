@@ -155,7 +155,8 @@ class Batches:
         self.sequences_per_step = n * cfg.batch_size
         self.tokens_per_step = self.sequences_per_step * train_length
         # if its hidden states do not fit, an error of memory, before the system ends the process
-        torch.empty(cfg.batch_size, train_length, model.config.n_embd, device=self.device)
+        own_length = train_length // cfg.sequence_parallel
+        torch.empty(cfg.batch_size, own_length, model.config.n_embd, device=self.device)
         # processes take the micro-batches of a step in turn
         rank, self.world = parallel.data_rank_and_world()
         divides = n % self.world == 0

@@ -51,7 +51,7 @@ TRAINING = [
     ("--seed=1e19", "below 2^53"),
     ("--stop_at=9 --max_iters=8", "--stop_at is beyond --max_iters"),
     ("--learning_rate=nan", "finite"),
-    ("--batch_size=99999999", "out of memory: in training lower --batch_size"),
+    ("--batch_size=9999999999", "out of memory: in training lower --batch_size"),
     ("--lora=4", "it is a setting of extend.py"),
     ("--device=cuda:x", "--device=cpu"),
     ("--dataset=nothing", "prepare.py"),
