@@ -20,10 +20,10 @@
                  more context helps.
 
 Scored is the validation text of --dataset, or of the dataset that a checkpoint was trained on, or
---text=FILE, a plain text: at most --max_tokens in sequences of the longest length, evenly spaced
-over all files, as in train.py. Shorter sequences lie in these, so that all lengths score the same
-text (of token-aligned, the same tokens). A mean is over all scored tokens, never over sequences;
-its 95 % interval is over sequences, with Student's t, and unknown below 5 of them.
+--text=FILE, a text or rows of JSON: at most --max_tokens in sequences of the longest length, evenly
+spaced over all files, as in train.py. Shorter sequences lie in these, so that all lengths score the
+same text (of token-aligned, the same tokens). A mean is over all scored tokens, never over
+sequences; its 95 % interval is over sequences, with Student's t, and unknown below 5 of them.
 
 An asterisk marks what differs from the first checkpoint, by the differences of the same sequences.
 What is unequal besides (steps, trained tokens, data, unfinished runs) is said below it. Checkpoints

@@ -71,6 +71,7 @@ class ExtendConfig(TrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        require(self.max_tokens, "--max_tokens must be at least 1")
         is_used = self.lora or not (self.lora_alpha or self.lora_also)
         require(is_used, "--lora_alpha and --lora_also are settings of LoRA: give --lora=RANK too")
         fits = self.parallel == "ddp" and self.optimizer == "adamw"
@@ -101,6 +102,8 @@ def run_defaults(given, paths):
     init_from = given.get("init_from", "scratch")
     known = init_from in ("scratch", "resume", "auto")
     require(known, f"--init_from={init_from} is for train.py: extend.py starts from {paths[0]}")
+    factor = given.get("factor", 1)
+    require(factor >= 1, f"--factor={factor} does not extend the context: give at least 1")
     out_dir = given.get("out_dir") or default_out_dir(parent, given, meta["config"]["extension"])
     saved = run.settings_to_resume(given, out_dir)
     if "method" not in saved:
@@ -345,7 +348,7 @@ def main(argv=None):
     with run.lock(cfg.out_dir):
         run.check_unused(cfg)
         has_record = not cfg.max_iters or (cfg.dataset and cfg.learning_rate)
-        problem = f"{args.paths[0]} has no record of its training"
+        problem = f"{args.paths[0]} has no record of data and a learning rate above 0"
         require(has_record, f"{problem}: give --dataset and --learning_rate, or --max_iters=0")
         # Load, and extend.
         model = GPT.load(cfg.out_dir if cfg.resumes else args.paths[0], weights=weights)

@@ -325,6 +325,7 @@ class GPT(nn.Module):
 
     def hidden_states(self, tokens, positions=None, docs=None, cache=None):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
+        assert tokens.dim() == 2, f"tokens have the shape {tuple(tokens.shape)}: give (B, T)"
         T = tokens.shape[1]
         tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
@@ -488,6 +489,7 @@ class GPT(nn.Module):
         generator=None,
         compiled: bool = False,
         min_p: float = 0.0,
+        stop=(),
     ):
         """Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
 
@@ -502,12 +504,13 @@ class GPT(nn.Module):
         generator:   one torch.Generator, or a list of one for each row
         compiled:    compile the decoding step, on a GPU to a CUDA graph
         min_p:       keep tokens of at least this fraction of the most likely one's probability
+        stop:        token ids that end a row: it yields its own, and then that one again, until
+                     all rows have ended
         """
         from nanolong import inference
 
-        return inference.generate(
-            self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p
-        )
+        options = (temperature, top_k, top_p, generator, compiled, min_p, stop)
+        return inference.generate(self, tokens, max_new_tokens, *options)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors that a checkpoint stores, by name, a tied head once. LoRA replaces this."""
@@ -540,6 +543,8 @@ def check_config(config):
             require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
     require(0 <= config.dropout < 1, f"dropout={config.dropout} is no fraction below 1: give one")
     require(0 <= config.p_rope <= 1, f"p_rope={config.p_rope} is no fraction: give one up to 1")
+    for name in ("embed_scale", "attn_scale", "rope_base"):
+        require(getattr(config, name) > 0, f"{name} must be above 0: give another")
     pos, pattern, window = config.pos, config.layer_pattern, config.window
     names = ", ".join(POSITIONS)
     require(pos in POSITIONS, f"there is no scheme {pos!r}: give {names}, or --entry=FILE.py")

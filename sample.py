@@ -40,7 +40,8 @@ class SampleConfig:
     num_samples: int = 1  # number of samples of each prompt
     temperature: float = 0.8  # divides the logits; 0: greedy decoding
     top_k: int = 200  # sample from the k most likely tokens; 0: from all
-    # nucleus sampling: sample from the most likely tokens whose probabilities sum to this
+    # nucleus sampling: of the tokens that top_k leaves, sample from the most likely ones whose
+    # probabilities sum to this
     top_p: float = 1.0
     # sample from tokens that are at least so probable, as a fraction of the most likely one
     min_p: float = 0.0

@@ -76,7 +76,8 @@ class TrainConfig:
     seed: int = 1337  # random seed of the initial weights, the batches and dropout
 
     def __post_init__(self):
-        for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
+        counts = ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval")
+        for name in (*counts, "sequence_parallel"):
             require(getattr(self, name) >= 1, f"--{name} must be at least 1")
         require(self.stop_at <= self.max_iters, "--stop_at is beyond --max_iters: lower it")
         require(max(self.beta1, self.beta2) < 1, "--beta1 and --beta2 must be below 1")
@@ -148,6 +149,9 @@ class Batches:
         n = cfg.gradient_accumulation_steps
         self.sequences_per_step = n * cfg.batch_size
         self.tokens_per_step = self.sequences_per_step * train_length
+        # if its hidden states do not fit, an error of memory, before the system ends the process
+        own_length = train_length // cfg.sequence_parallel
+        torch.empty(cfg.batch_size, own_length, model.config.n_embd, device=self.device)
         # processes take the micro-batches of a step in turn
         rank, self.world = parallel.data_rank_and_world()
         divides = n % self.world == 0

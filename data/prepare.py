@@ -8,7 +8,7 @@
     python data/prepare.py --task=niah:1,vt:0.5 --length=256     documents that hide what they ask
 
 Of a folder whole files are validation, by a hash of their path; of fewer than 20 files it is the
-last tenth of each. Of a .jsonl file the "text" of every line is a document, as a file is.
+last tenth of each. Of a file of JSON, a list or lines, the "text" of every row is a document.
 
 --task makes the documents of data/tasks.py, of which only the answers are scored.
 """
@@ -38,8 +38,8 @@ from nanolong.errors import UserError, require, run_main
 class PrepareConfig:
     dataset: str = ""  # a dataset that needs no text of yours: python, shakespeare or fineweb10B
     name: str = ""  # data/NAME is written; by default the dataset's, the file's or the tasks' name
-    # bytes, char, bpe (trained on this text), a tiktoken encoding such as gpt2, a tokenizer.json or
-    # a folder that has one, or a run folder, for the tokenizer of its model
+    # bytes (if it is given, of any file), char, bpe (trained on this text), an encoding of tiktoken
+    # such as gpt2, a tokenizer.json or a folder that has one, or a run folder, for its tokenizer
     tokenizer: str = "bytes"
     vocab_size: int = 4096  # bpe: tokens to learn, with the 256 bytes and <|endoftext|>
     # fraction of the text that is validation; --task adds this fraction of --documents
@@ -57,7 +57,8 @@ class PrepareConfig:
 def prepare_text(path, name="", **options):
     """Make data/<name> from a text file, or from the text files of a folder. Raises UserError."""
     path = Path(path)
-    require(path.exists(), f"there is no file or folder {path}: give the path of a text")
+    is_there = path.is_file() or path.is_dir()
+    require(is_there, f"there is no file or folder {path}: give the path of a text")
     files = {path.name: path}
     if path.is_dir():
         # neither hidden files nor those in hidden folders
@@ -131,6 +132,8 @@ def main(argv=None):
     require(cfg.task or not of_task, f"{problem}: give --task too, or leave it out")
     is_for_bpe = cfg.tokenizer == "bpe" or "vocab_size" not in args.given
     require(is_for_bpe, "--vocab_size is of a vocabulary that is learned: give --tokenizer=bpe too")
+    is_for_fineweb = cfg.dataset == "fineweb10B" or "shards" not in args.given
+    require(is_for_fineweb, "--shards is of --dataset=fineweb10B: leave it out, or give that")
     # what is not given is left to the dataset
     names = ("tokenizer", "val_fraction")
     names += ("length", "documents", "bos") if cfg.task else ("vocab_size",)

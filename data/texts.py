@@ -1,10 +1,11 @@
 """From texts to a dataset: data/NAME/ with train.bin, val.bin and meta.json.
 
-A document is a file, or the "text" of a line of a .jsonl file. Texts are read and encoded in parts,
-into the open token files, so that memory does not grow with them. They are read as they are: line
-ends are not translated.
+A text is UTF-8 without zero bytes. A document is a file, or the "text" of a row of JSON. Texts are
+read and encoded in parts, into the open token files, so that memory does not grow with them. They
+are read as they are, without a byte order mark: line ends are not translated.
 """
 
+import codecs
 import contextlib
 import hashlib
 import io
@@ -33,7 +34,7 @@ from data.tokenizer import (
     byte_level_alphabet,
     tokenizers_package,
 )
-from nanolong.errors import UserError, require
+from nanolong.errors import UserError, note, require
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -43,6 +44,19 @@ FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 # Of fewer documents than this the end of each is validation, and no whole one.
 FEW_DOCUMENTS = 20
 PART = 1 << 20  # characters or bytes that are read and encoded at once
+ROWS = (".json", ".jsonl", ".ndjson")  # endings of files whose rows are documents
+ROWS_REMEDY = (
+    'write a list, or a row a line, each with a "text" (of messages, all of a conversation), or '
+    "name it .txt"
+)
+COMPRESSED = "compressed: unpack it first"
+UTF_16 = "UTF-16: convert it first (iconv -f UTF-16 -t UTF-8)"
+# how some files begin that are no text -> what to do with one: gzip, bzip2, xz, zstd and zip first
+KINDS = {
+    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4"): COMPRESSED,
+    (b"PAR1", b"ARROW1"): "a table (Parquet or Arrow): write its texts to a .jsonl file first",
+    (b"\xff\xfe", b"\xfe\xff"): UTF_16,
+}
 # where most vocabularies end a token: before a word, after a line, and after a mark of Chinese
 CUTS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=\S\n)(?=\S)|(?<=[。，、])(?=\w)")
 
@@ -59,6 +73,7 @@ def prepare(dataset, name="", shards=10, **options):
     known = ("python", "shakespeare", "fineweb10B")
     remedy = f"choose {', '.join(known)}, or give a file or folder of text"
     require(dataset in known, f"there is no dataset {dataset!r} to prepare: {remedy}")
+    require(shards >= 1, "--shards must be at least 1")
     name = name or dataset
     if dataset == "python":
         source = f"standard library of Python {platform.python_version()}"
@@ -120,47 +135,77 @@ def download(url, file, instruction):
 # Reading
 
 
-def open_documents(name, path, as_bytes, allow_zeros=True):
-    """Yield the name of each document of a file, and a stream of its bytes or characters.
+def why_no_text(path):
+    """Say why a file is no text, which is UTF-8 without zero bytes, and the remedy; None if it is.
 
-    Raises UserError with the reason and the remedy, as "compressed: unpack it first", for what is
-    no text, also if the beginning of the file has zero bytes that are not allowed.
+    Its first bytes only choose the words.
     """
+    problem = "not UTF-8: convert it first"
+    with contextlib.suppress(UnicodeDecodeError), open(path, encoding="utf-8", newline="") as f:
+        parts = iter(lambda: f.read(PART), "")
+        if not any("\0" in part for part in parts):
+            return None if path.stat().st_size else "empty: give a text"
+        problem = "not text, but has zero bytes: convert it first"
     with open(path, "rb") as f:
-        reason = why_no_text(f.read(8192), allow_zeros)
-    require(not reason, reason)
-    if path.suffix.lower() != ".jsonl":
-        with open(path, "rb") if as_bytes else open(path, encoding="utf-8", newline="") as f:
-            yield name, f
-        return
-    with open(path, encoding="utf-8-sig") as f:
-        for number, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-                content = text.encode()
-            except (ValueError, TypeError, KeyError, AttributeError):
-                remedy = "write one (of messages, all of a conversation), or name the file .txt"
-                raise UserError(f'JSON without a "text" in line {number}: {remedy}') from None
-            stream = io.BytesIO(content) if as_bytes else io.StringIO(text, newline="")
+        start = f.read(4096)
+    for marks, reason in KINDS.items():
+        if start.startswith(marks):
+            return reason
+    # every second byte of most texts is 0, and no other
+    zeros = sorted(start[i::2].count(0) for i in (0, 1))
+    if zeros[0] == 0 and zeros[1] > max(4, len(start) // 4):
+        return UTF_16
+    return problem
+
+
+def open_documents(name, path, as_bytes=False):
+    """Yield the name of each document of a file, and a stream of its characters or bytes.
+
+    The file is a text by why_no_text(), unless as_bytes. Raises UserError as read_rows().
+    """
+    if path.suffix.lower() in ROWS:
+        for number, text in read_rows(path):
+            stream = io.BytesIO(text.encode()) if as_bytes else io.StringIO(text, newline="")
             yield f"{name}:{number}", stream
+        return
+    with open(path, "rb") if as_bytes else open(path, encoding="utf-8-sig", newline="") as f:
+        if as_bytes and f.read(3) != codecs.BOM_UTF8:
+            f.seek(0)
+        yield name, f
 
 
-def why_no_text(content: bytes, allow_zeros):
-    """Say why bytes, which may be the start of a file, are no text; None if they can be."""
-    if not content:
-        return "empty: give a text"
-    # gzip, bzip2, xz, zstd, zip
-    if content.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4")):
-        return "compressed: unpack it first"
-    # by its mark, or because every second byte of most texts is 0 and no other
-    zeros = sorted(content[i:4096:2].count(0) for i in (0, 1))
-    has_mark = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-    if has_mark or zeros[0] == 0 and zeros[1] > max(4, len(content[:4096]) // 4):
-        return "UTF-16: convert it first (iconv -f UTF-16 -t UTF-8)"
-    has_zeros = b"\0" in content and not allow_zeros
-    return "not text, but has zero bytes" if has_zeros else None
+def read_rows(path):
+    """Yield the number and the text of each row of a file of JSON.
+
+    If the file begins with [, it is one list of rows, which is read whole; else a row is a line. A
+    row is a text, or has a "text". Raises UserError for another one, and what is no JSON.
+    """
+    with open(path, encoding="utf-8-sig") as f:
+        is_list = f.read(4096).lstrip().startswith("[")
+        f.seek(0)
+        if is_list:
+            place = "row"
+            rows = enumerate(parse_json(f.read(), 1), 1)
+        else:
+            place = "line"
+            rows = ((n, parse_json(line, n)) for n, line in enumerate(f, 1) if line.strip())
+        for number, row in rows:
+            text = row.get("text") if isinstance(row, dict) else row
+            problem = f'JSON without a "text" in {place} {number}'
+            require(isinstance(text, str), f"{problem}: {ROWS_REMEDY}")
+            half = re.search("[\ud800-\udfff]", text)
+            problem = f"JSON with half a surrogate pair, which is no character, in {place} {number}"
+            require(not half, f"{problem}: remove it, or write the other half")
+            yield number, text
+
+
+def parse_json(text, line):
+    """Parse JSON that begins in a line of a file. Raises UserError."""
+    try:
+        return json.loads(text.rstrip())
+    except (ValueError, RecursionError) as error:
+        line += getattr(error, "lineno", 1) - 1
+        raise UserError(f"no JSON in line {line}: {ROWS_REMEDY}") from None
 
 
 def read_parts(stream, bar, n=math.inf):
@@ -174,20 +219,32 @@ def read_parts(stream, bar, n=math.inf):
         yield part
 
 
-def survey(name, path, bar, as_bytes, allow_zeros):
-    """Read a file: the sizes of its documents, and their names as numbers in [0, 1), which are the
-    same on every machine. Raises UserError, as open_documents().
+def survey(name, path, bar, as_bytes):
+    """Read a file: the sizes of its documents, their names as numbers in [0, 1), which are the same
+    on every machine, and how often it has the text of SEPARATOR. Raises UserError.
     """
     sizes = array("q")
     hashes = array("d")
-    try:
-        for document, stream in open_documents(name, path, as_bytes, allow_zeros):
-            sizes.append(sum(map(len, read_parts(stream, bar))))
-            digest = hashlib.sha256(document.encode("utf-8", "surrogateescape")).digest()
-            hashes.append(int.from_bytes(digest[:8], "big") / 2**64)
-    except UnicodeDecodeError:
-        raise UserError("not UTF-8: convert it, or use --tokenizer=bytes") from None
-    return sizes, hashes
+    n_separators = 0
+    separator = SEPARATOR.encode() if as_bytes else SEPARATOR
+    for document, stream in open_documents(name, path, as_bytes):
+        size = 0
+        for part in read_parts(stream, bar):
+            size += len(part)
+            n_separators += part.count(separator)
+        sizes.append(size)
+        digest = hashlib.sha256(document.encode("utf-8", "surrogateescape")).digest()
+        hashes.append(int.from_bytes(digest[:8], "big") / 2**64)
+    return sizes, hashes, n_separators
+
+
+def note_separators(n, source):
+    """Print a note if the text of SEPARATOR occurs n times in a source, where it ends nothing."""
+    if n:
+        note(
+            f"{SEPARATOR} in {source} ({n} times) is plain text, and ends no document: to end one "
+            'there, write the documents as lines {"text": ...} of a .jsonl file'
+        )
 
 
 class Texts:
@@ -195,30 +252,45 @@ class Texts:
 
     Whole documents are validation, by a hash of their names; of few the end of each.
 
-    files: name -> path. as_bytes: whether documents are bytes, or UTF-8. Reads all of them once,
-    and prints which are left out, apart from empty ones. Raises UserError if there is no text.
+    files: name -> path. as_bytes: whether documents are bytes, or characters. allows_all: take the
+    bytes of what is no text, with a note. Reads all of them, and prints which are left out, apart
+    from empty ones. Raises UserError if there is no text.
     """
 
-    def __init__(self, files, source, as_bytes, val_fraction):
+    def __init__(self, files, source, as_bytes, val_fraction, allows_all=False):
         self.files = {}
         self.as_bytes = as_bytes
         self.val_fraction = val_fraction
         # of each document
         self.sizes = array("q")
         self.hashes = array("d")
+        n_separators = 0
+        not_text = []
         with self.progress("reading", sum(path.stat().st_size for path in files.values())) as bar:
             for name, path in sorted(files.items()):
                 try:
-                    sizes, hashes = survey(name, path, bar, as_bytes, len(files) == 1)
+                    reason = why_no_text(path)
+                    takes_all = path.stat().st_size > 0 and path.suffix.lower() not in ROWS
+                    require(not reason or (allows_all and takes_all), reason)
+                    sizes, hashes, n = survey(name, path, bar, as_bytes)
                 except UserError as error:
-                    require(len(files) > 1, f"{path} is {error}")
+                    advice = ""
+                    if reason and takes_all:
+                        advice = ", or give --tokenizer=bytes for its bytes"
+                    require(len(files) > 1, f"{path} is {error}{advice}")
                     if path.stat().st_size:
                         print(f"left out {name} ({error})")
                     continue
+                not_text += [name] if reason else []
+                n_separators += n
                 self.files[name] = path
                 self.sizes += sizes
                 self.hashes += hashes
-        require(self.files, f"there is no text in {source}: give a file or folder that holds some")
+        if not_text:
+            n = f"{len(not_text)} of {len(files)} files, such as {not_text[0]},"
+            note(f"{n} are no text: their bytes are taken as they are")
+        note_separators(n_separators, source)
+        require(self.sizes, f"there is no text in {source}: give a file or folder that holds some")
         self.are_few = len(self.sizes) < FEW_DOCUMENTS
 
     def progress(self, what, total=0):
@@ -249,14 +321,16 @@ class Texts:
 # Encoding and writing
 
 
-def build(name, files, source, tokenizer="bytes", vocab_size=4096, val_fraction=0.1):
+def build(name, files, source, tokenizer="", vocab_size=4096, val_fraction=0.1):
     """Write data/<name>, complete or not at all, and return it. Raises UserError.
 
     files: name -> path; the split depends on the names. source: where the text is from, for
-    meta.json and messages. tokenizer: bytes, char, bpe, or a tokenizer.
+    meta.json and messages. tokenizer: bytes, which takes any file, char, bpe, or a tokenizer; by
+    default the bytes of texts.
     """
     folder = new_folder(name, val_fraction)
-    texts = Texts(files, source, tokenizer == "bytes", val_fraction)
+    as_bytes = tokenizer in ("", "bytes")
+    texts = Texts(files, source, as_bytes, val_fraction, allows_all=tokenizer == "bytes")
     tokenizer = make_tokenizer(tokenizer, texts, vocab_size)
     about = {"source": source, "files": len(texts.files)}
     with texts.progress("encoding") as bar:
@@ -284,7 +358,7 @@ def new_folder(name, val_fraction):
 
 def make_tokenizer(name, texts, vocab_size):
     """Make the tokenizer bytes, char or bpe; another one is returned as it is."""
-    if name == "bytes":
+    if name in ("", "bytes"):
         return ByteTokenizer()
     if name == "char":
         characters = set()

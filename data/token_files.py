@@ -53,7 +53,7 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
     """Map a token file into memory, read-only: (tokens,), uint16 or uint32.
 
     vocab_size: size of the vocabulary, if it is known. Raises UserError for a damaged file, and for
-    one without a header that is not uint16.
+    one without a header that is not uint16, as far as its values tell.
     """
     size = file.stat().st_size
     damage = f"{file} is truncated ({size} bytes), damaged or of an unknown version: "
@@ -69,16 +69,19 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
         return np.memmap(file, dtype, "r", HEADER_BYTES)
     # what has no header can only be told from damage by its values
     require(size and size % 2 == 0, damage)
+    with open(file, "rb") as f:
+        is_numpys = f.read(6) == b"\x93NUMPY"
+    remedy = "write its ids again by data.write_tokens(file, ids, vocab_size)"
+    require(not is_numpys, f"{file} is a file of numpy.save(), and no token file: {remedy}")
     tokens = np.memmap(file, "<u2", "r")
     n = len(tokens) // 2 * 2
     low, high = tokens[:n].reshape(-1, 2)[:: max(1, n // 8192)].T
     # of wider integers the upper half is 0, or small because the vocabulary is
-    is_wider = len(low) >= 8 and high.max() < 16 <= low.max()
+    is_wider = len(low) >= 8 and (high.max() < 16 <= low.max() or high.max() == 0 < low.max())
     require(
         vocab_size <= 1 << 16 and not is_wider,
         f"{file} has no header, so it should be uint16, as nanoGPT's files are, but it holds "
-        "integers of 4 or 8 bytes, or its vocabulary is above 65,536: write its ids again by "
-        "data.write_tokens(file, ids, vocab_size)",
+        f"integers of 4 or 8 bytes, or its vocabulary is above 65,536: {remedy}",
     )
     return tokens
 

@@ -66,10 +66,12 @@ def pick_device(name):
         return device
     except (RuntimeError, AssertionError, AttributeError, ImportError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise UserError(
-            f"--device={name} cannot be used ({reason}): give --device=cpu, cuda, cuda:N or mps, "
-            "or fix its driver"
-        ) from None
+        remedy = "give --device=cpu, cuda, cuda:N or mps, or fix its driver"
+        kind = name.partition(":")[0]
+        if kind in ("cuda", "mps") and not getattr(torch.backends, kind).is_built():
+            reason = f"torch {torch.__version__} was built without it"
+            remedy = "give --device=cpu, or install a build of torch that has it"
+        raise UserError(f"--device={name} cannot be used ({reason}): {remedy}") from None
 
 
 def pick_dtype(name, device):

@@ -119,7 +119,7 @@ def concatenate(old, new):
 
 
 def generate(
-    model, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p=0.0
+    model, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p, stop
 ):
     """Do what GPT.generate() promises; what cannot be generated is refused at once."""
     given = f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k}"
@@ -128,8 +128,26 @@ def generate(
     require(0 < top_p <= 1, f"top_p={top_p} is a probability: give one above 0 and at most 1")
     prompts = read_prompts(model, tokens)
     check_request(model, [len(prompt) for prompt in prompts], max_new_tokens)
+    stop = {stop} if isinstance(stop, int) else set(stop)
+    ids = range(model.config.vocab_size)
+    is_known = all(token in ids for token in stop)
+    require(is_known, f"stop={stop} are no ids of a vocabulary of {len(ids)}: give token ids")
+    stop = torch.tensor(sorted(stop), dtype=torch.int64, device=prompts[0].device)
     sampling = (temperature, top_k, top_p, generator, min_p)
-    return generate_tokens(model, prompts, max_new_tokens, sampling, compiled)
+    steps = generate_tokens(model, prompts, max_new_tokens, sampling, compiled)
+    return until_stopped(steps, stop) if len(stop) else steps
+
+
+def until_stopped(steps, stop):
+    """Yield tokens (B, 1) until each row has had one of `stop`, int64 (n,), which it repeats."""
+    is_done = False
+    before = None
+    for tokens in steps:
+        before = tokens if before is None else torch.where(is_done, before, tokens)
+        yield before
+        is_done = torch.isin(before, stop)
+        if is_done.all():
+            return
 
 
 @torch.no_grad()
@@ -215,21 +233,11 @@ def check_logits(logits):
 def sample_token(logits, temperature, top_k, top_p, generator, min_p=0.0):
     """Sample a token for each row of logits (B, V), float32: int64 (B, 1).
 
-    generator: one, or a list of one for each row. Only top_p without top_k sorts the vocabulary.
+    generator: one, or a list of one for each row.
     """
     if temperature < 1e-5 or top_k == 1:
         return logits.argmax(-1, keepdim=True)
-    p = (logits / temperature).softmax(-1)
-    token_ids = None  # of the columns of p; None: the columns are the vocabulary
-    if 0 < top_k < p.shape[-1]:
-        p, token_ids = p.topk(top_k)
-    elif top_p < 1:
-        p, token_ids = p.sort(dim=-1, descending=True, stable=True)
-    if top_p < 1:
-        mass_before = p.cumsum(-1) - p  # of the more likely tokens
-        p = torch.where(mass_before < top_p, p, 0.0)
-    if min_p > 0:
-        p = torch.where(p < min_p * p.amax(-1, keepdim=True), 0.0, p)
+    p, token_ids = token_probabilities(logits, temperature, top_k, top_p, min_p)
     if isinstance(generator, list | tuple):
         rows = zip(p, generator, strict=True)
         choice = torch.cat([torch.multinomial(row[None], 1, generator=g) for row, g in rows])
@@ -238,20 +246,45 @@ def sample_token(logits, temperature, top_k, top_p, generator, min_p=0.0):
     return choice if token_ids is None else token_ids.gather(1, choice)
 
 
+def token_probabilities(logits, temperature, top_k, top_p, min_p):
+    """The probabilities of the tokens that are kept, (B, n), and their ids, or None for 0, 1, ...
+
+    The order is transformers': temperature, top_k, top_p of what top_k has left, min_p. Only top_p
+    without top_k sorts the vocabulary.
+    """
+    logits = logits / temperature
+    token_ids = None
+    if 0 < top_k < logits.shape[-1]:
+        logits, token_ids = logits.topk(top_k)
+    elif top_p < 1:
+        logits, token_ids = logits.sort(dim=-1, descending=True, stable=True)
+    p = logits.softmax(-1)
+    if top_p < 1:
+        mass = p.flip(-1).cumsum(-1).flip(-1)  # of a token and all that are less likely
+        is_left_out = mass <= 1 - top_p
+        is_left_out[:, 0] = False
+        p = p.masked_fill(is_left_out, 0.0)
+    if min_p > 0:
+        p = torch.where(p < min_p * p.amax(-1, keepdim=True), 0.0, p)
+    return p, token_ids
+
+
 # -----------------------------------------------------------------------------
 # Prompts.
 
 
 def read_prompts(model, tokens):
     """The prompts that generate() was given: int64 tensors (T,) on the model's device."""
-    prompts = [torch.as_tensor(prompt) for prompt in tokens]
+    remedy = "give token ids, an int64 tensor (B, T), or a list of prompts (T,)"
+    try:
+        prompts = [torch.as_tensor(prompt) for prompt in tokens]
+    except (TypeError, ValueError) as error:  # of a text, for example
+        raise UserError(f"{tokens!r:.40} has no token ids ({error}): {remedy}") from None
     vocab_size = model.config.vocab_size
     for prompt in prompts:
-        require(
-            prompt.dim() == 1 and not (prompt.is_floating_point() and prompt.numel()),
-            f"a prompt has the shape {tuple(prompt.shape)} and {prompt.dtype}: give token ids, an "
-            "int64 tensor (B, T), or a list of prompts (T,)",
-        )
+        found = f"a prompt has the shape {tuple(prompt.shape)} and {prompt.dtype}"
+        has_ids = prompt.dim() == 1 and not (prompt.is_floating_point() and prompt.numel())
+        require(has_ids, f"{found}: {remedy}")
         outside = prompt[(prompt < 0) | (prompt >= vocab_size)].tolist()
         require(
             not outside,

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from data import encode_prompt
+from data.texts import why_no_text
 from nanolong import chat
 from nanolong.errors import note, require
 
@@ -26,14 +27,16 @@ def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
     texts = [start]
     if start.startswith(("FILE:", "@")):
         path = start.removeprefix("@").removeprefix("FILE:")
-        content = Path(path).read_bytes()
+        reason = why_no_text(Path(path))
+        require(not reason, f"{path} is {reason}")
+        content = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
         texts = filter(None, content.splitlines()) if start[0] == "@" else [content]
-        # bytes that are not UTF-8 become surrogate escapes
-        texts = [text.decode("utf-8", "surrogateescape") for text in texts]
+        texts = [text.decode() for text in texts]
         require(texts, f"{path} has no prompts: write one a line")
     # bos starts the next document
     end_ids = {tokenizer.bos, tokenizer.eos} - {None}
     for text in texts:
+        # bytes of the command line that are not UTF-8 are surrogate escapes
         printable = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         if cfg.chat:
             ids, end_ids = chat.encode_chat(tokenizer, text, cfg.system)

@@ -450,6 +450,8 @@ def lock(folder):
     try:
         held = FileLock(file.absolute(), timeout=0, is_singleton=True).acquire()
     except Timeout:
+        advice = "choose another --out_dir, or fix its permissions or the disk"
+        require(file.exists(), f"nothing can be written to {folder.parent}: {advice}")
         owner = "another process"
         with contextlib.suppress(OSError):  # Windows reads no file that is locked
             owner = file.read_text(encoding="utf-8")

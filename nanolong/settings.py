@@ -20,7 +20,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 (an old Python has to be able to r
 
 import difflib
 import inspect
-import math
 import re
 import textwrap
 import tomllib
@@ -33,12 +32,13 @@ from nanolong.errors import UserError, require
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 HIDDEN = ("GPTConfig.vocab_size", "GPTConfig.extension")  # the dataset and GPT.extend() set these
+SCRIPTS = ("train.py", "extend.py", "sample.py", "evaluate.py", "hf.py", "data/prepare.py")
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-LIMITS = {int: 2**53, float: math.inf}  # numbers are below
+LIMITS = {int: 2**53, float: 3e38}  # numbers are below; float32 ends at 3.4e38
 KINDS = {
     bool: "true or false",
     int: "a whole number from 0 on, below 2^53",
-    float: "a number, finite and not negative",
+    float: "a number from 0 on, finite in float32",
     str: "text",
 }
 
@@ -122,6 +122,9 @@ def convert(name, value, hints, where="the earlier run"):
     if name not in hints:
         similar = difflib.get_close_matches(name, hints, 1)
         advice = f"did you mean --{similar[0]}?" if similar else "--help lists them all"
+        others = scripts_with(name)
+        if others:
+            advice = f"it is a setting of {' and '.join(others)}"
         raise UserError(f"there is no setting {name!r} ({where}): {advice}")
     kind = hints[name]
     if isinstance(kind, types.UnionType):  # T | None
@@ -154,6 +157,13 @@ def convert(name, value, hints, where="the earlier run"):
     except (ValueError, TypeError, KeyError, OverflowError):
         pass
     raise UserError(f"{where}: {name} must be {KINDS[kind]}")
+
+
+def scripts_with(name):
+    """The names of the scripts that have a setting of their own by this name."""
+    field = re.compile(rf"^    {re.escape(name)}: .* = ", re.MULTILINE)
+    sources = {script: (CONFIG.parent / script).read_text(encoding="utf-8") for script in SCRIPTS}
+    return [script for script, source in sources.items() if field.search(source)]
 
 
 def help_of(classes, paths=None):

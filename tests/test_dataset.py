@@ -70,7 +70,9 @@ def test_damaged_token_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["<u4", "<i8"])
-@pytest.mark.parametrize("n, vocab_size", [(20, 70), (400, 257), (9000, 65536), (9000, 200000)])
+@pytest.mark.parametrize(
+    "n, vocab_size", [(20, 70), (40, 4), (400, 15), (400, 257), (9000, 65536), (9000, 200000)]
+)
 def test_files_without_a_header_that_are_not_uint16_are_refused(
     n, vocab_size, dtype, rng, tmp_path
 ):
@@ -83,6 +85,15 @@ def test_files_without_a_header_that_are_not_uint16_are_refused(
     if vocab_size <= 1 << 16:
         ids.astype("<u2").tofile(file)
         assert token_files.open_tokens(file).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<i8"])
+def test_a_file_of_numpy_is_no_token_file(dtype, tmp_path):
+    """With its header of 128 bytes it would be read as uint16."""
+    with open(tmp_path / "train.bin", "wb") as f:
+        np.save(f, np.arange(1000, dtype=dtype))
+    with pytest.raises(UserError, match=r"train.bin is a file of numpy.save\(\).*write_tokens"):
+        token_files.open_tokens(tmp_path / "train.bin")
 
 
 def test_uint16_holds_no_large_vocabulary(tmp_path):

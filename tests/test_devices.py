@@ -1,5 +1,7 @@
 """Devices, dtypes and compilation."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -16,6 +18,16 @@ def test_a_device_that_cannot_be_used_is_an_error(name):
     assert devices.pick_device("cpu") == CPU
     assert devices.pick_device("auto").type in ("cpu", "cuda", "mps")
     with pytest.raises(UserError, match="--device=cpu"):
+        devices.pick_device(name)
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:1", "mps"])
+def test_a_build_without_the_device_says_so(name, monkeypatch):
+    kind = name.partition(":")[0]
+    monkeypatch.setattr(getattr(torch.backends, kind), "is_built", lambda: False)
+    monkeypatch.setattr(torch, "ones", mock.Mock(side_effect=AttributeError("no _cuda_setDevice")))
+    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
+    with pytest.raises(UserError, match=f"--device={name} .* was built without it.: give --dev"):
         devices.pick_device(name)
 
 

@@ -394,8 +394,12 @@ UNSUITABLE = [
     ("llama-yarn", metadata({"llama.rope.scaling.yarn_ext_factor": 0.5}), "yarn_ext_factor"),
     ("llama-q8-linear", metadata({"llama.rope.scaling.attn_factor": 2.0}), "attn_factor"),
     ("llama-llama3", metadata({"llama.rope.scaling.factor": 2.0}), "rope_freqs.weight has no"),
-    ("llama", without_tensor(UP), "is no model.layers.1.mlp.up_proj.weight"),
-    ("llama", with_tensor(K, np.zeros((64, 64), np.float32)), "cannot be used"),
+    (
+        "llama",
+        without_tensor(UP),
+        "(model.layers.1.mlp.up_proj.weight missing, or of another shape)",
+    ),
+    ("llama", with_tensor(K, np.zeros((64, 64), np.float32)), "or of another shape"),
     ("llama", with_tensor(K, np.zeros((32, 80), np.uint8), "Q8_1"), "Q8_1"),
     ("llama", with_tensor(UP, NOT_FINITE), "mlp.up_proj.weight has values that are not"),
 ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import interchange
+import numpy as np
 import pytest
 import torch
 from conftest import assert_refused, assert_success, content, run_python
@@ -282,8 +283,18 @@ HOSTILE = {
     "no JSON": (write("config.json", "[" * 10**6), "config.json cannot be used (RecursionError"),
     "a huge vocabulary": (change(vocab_size=1 << 40), "describes 52,776"),
     "a bias": (change(attention_bias=True), "config.json describes"),
-    "a RoPE type": (rope("spiral"), "cannot be used (KeyError: 'spiral')"),
-    "a Mamba layer": (change(layer_types=["mamba"] * 3), "(KeyError: 'linear_attention')"),
+    "a RoPE type": (rope("spiral"), "its rope_type 'spiral' is not one of default, linear, dyn"),
+    "RoPE of part of a head": (rope("proportional"), "its rope_type 'proportional' is not one"),
+    "an older name": (rope("su"), "its rope_type 'su' is not one"),
+    "a RoPE without its factor": (
+        change(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        "if the file is whole, please report it",
+    ),
+    "a Mamba layer": (change(layer_types=["mamba"] * 3), "of the type linear_attention are not"),
+    "layers of chunks": (
+        change(layer_types=["chunked_attention"] * 3),
+        "chunked_attention are not",
+    ),
     "an activation function": (change(hidden_act="relu"), "relu"),
     "half-rotated heads": (
         rope("linear", partial_rotary_factor=0.5),
@@ -297,8 +308,22 @@ HOSTILE = {
         with_tensor("model.norm.weight", torch.full((48,), math.nan)),
         "model.norm.weight has values that are not finite",
     ),
-    "a tensor too many": (with_tensor("model.x", torch.ones(3)), "model.x missing, or too many"),
+    "a tensor too many": (with_tensor("model.x", torch.ones(3)), "model.x missing, too many"),
+    "a tensor of another shape": (
+        with_tensor("model.norm.weight", torch.ones(47)),
+        "(model.norm.weight missing, or of another shape): download both again",
+    ),
     "a file cut off": (cut_file, "model.safetensors cannot be used (SafetensorError"),
+    "a larger tensor": (
+        with_tensor("model.norm.weight", torch.ones(49)),
+        "(model.norm.weight missing, too many, or of another shape): download both again",
+    ),
+    "one of three files": (
+        lambda place: (place / "model.safetensors").rename(
+            place / "model-00002-of-00003.safetensors"
+        ),
+        "1 of the 3 files of weights are there, model-00002-of-00003.safetensors the last of them",
+    ),
     "weights twice": (copy_weights, "of another file: remove one of them"),
     "a pickle": (leave_pickle, "(a pickle, such as pytorch_model.bin, is not read"),
 }
@@ -323,12 +348,64 @@ def test_remote_code_is_not_run(hf, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_files_of_weights_need_no_index(hf, tmp_path):
+    place = hf()
+    expected, _ = imported(place, tmp_path)
+    stored = load_file(place / "model.safetensors")
+    (place / "model.safetensors").unlink()
+    for number in (1, 2):
+        part = {name: stored[name] for name in sorted(stored)[number - 1 :: 2]}
+        save_file(part, place / f"model-0000{number}-of-00002.safetensors", {"format": "pt"})
+    found, _ = imported(place, tmp_path / "again")
+    for name, x in expected.named_parameters():
+        assert torch.equal(found.get_parameter(name), x)
+
+
+@pytest.mark.parametrize("by_layer, by_size", [(True, True), (True, False), (False, False)])
+def test_the_scales_of_scores_of_some_gpt2_become_part_of_the_queries(by_layer, by_size, tmp_path):
+    """As Mistral's of Stanford divide the scores of a layer by its number."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    scales = {"scale_attn_by_inverse_layer_idx": by_layer, "scale_attn_weights": by_size}
+    c = GPT2Config(
+        n_positions=70, vocab_size=interchange.VOCAB_SIZE, n_layer=3, n_head=4, n_embd=32
+    )
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(**{**c.to_dict(), **scales})).eval().requires_grad_(False)
+    for p in theirs.parameters():
+        p.normal_(0, 0.3)
+    theirs.save_pretrained(tmp_path / "hf")
+    model, _ = imported(tmp_path / "hf", tmp_path)
+    expected = theirs(TOKENS).logits
+    assert (our_logits(model, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
+    quietly(export_to, model, tmp_path / "exported")
+    found = load_folder(tmp_path / "exported")(TOKENS).logits
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_bug_of_ours_is_to_be_reported(hf, tmp_path, monkeypatch, call):
+    monkeypatch.delitem(convert.FIELDS, "n_layer")
+    done = call("hf.py", "import", hf(), tmp_path / "run")
+    sentence = assert_refused(done, "(KeyError: ", "please report it")
+    assert "download" not in sentence
+
+
+def test_a_stablelm_whose_layers_are_parallel_is_refused(hf, tmp_path, call):
+    place = hf("stablelm", use_parallel_residual=True)
+    assert_refused(
+        call("hf.py", "import", place, tmp_path / "run"), "use_parallel_residual is true"
+    )
+
+
 def test_a_run_and_an_export_are_not_written_over(hf, tmp_path, call):
     place = hf()
     assert_success(call("hf.py", "import", place, tmp_path / "run"))
     before = content(tmp_path)
     assert_refused(call("hf.py", "import", place, tmp_path / "run"), "holds a run already")
     assert_refused(call("hf.py", "export", tmp_path / "run", place), "exists already")
+    for run in (tmp_path / "run", tmp_path / "run/step-000000"):
+        done = call("hf.py", "import", run, tmp_path / "other")
+        assert_refused(done, "is a run folder already", "hf.py export")
     done = call("hf.py", "export", tmp_path / "run", tmp_path / "new", "--store=bfloat16")
     assert_refused(done, "--store is for import and for GGUF")
     assert content(tmp_path) == before
@@ -368,9 +445,21 @@ def test_a_hub_id_is_downloaded(hf, tmp_path, monkeypatch):
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in allowed)
 
 
-@pytest.mark.parametrize("bias, compiled", [(False, True), (True, False)])
-def test_nanogpt_is_imported(bias, compiled, tmp_path):
-    """Its model.py, as transformers' GPT-2 with GELU by erf; a model without biases gets zeros."""
+@pytest.mark.parametrize(
+    "bias, prefix, block_size",
+    [
+        (False, "_orig_mod.", 24),
+        (True, "", 24),
+        (True, "module.", 48),
+        (False, "module._orig_mod.", 24),
+    ],
+)
+def test_nanogpt_is_imported(bias, prefix, block_size, tmp_path):
+    """Its model.py, as transformers' GPT-2 with GELU by erf; a model without biases gets zeros.
+
+    Names may have the prefixes of DDP and torch.compile; numbers may be NumPy's; the table of
+    positions may be shorter than the file says.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 50}
@@ -384,10 +473,11 @@ def test_nanogpt_is_imported(bias, compiled, tmp_path):
             p.zero_()
             continue
         is_transposed = name.split(".")[-2] in ("c_attn", "c_proj", "c_fc")
-        stored["_orig_mod." * compiled + name] = p.t().contiguous() if is_transposed else p
-    stored["_orig_mod." * compiled + "lm_head.weight"] = theirs.lm_head.weight
-    arguments = {**sizes, "block_size": 24, "bias": bias, "dropout": 0.0}
-    checkpoint = {"model": stored, "model_args": arguments, "iter_num": 5, "optimizer": {}}
+        stored[prefix + name] = p.t().contiguous() if is_transposed else p
+    stored[prefix + "lm_head.weight"] = theirs.lm_head.weight
+    arguments = {**sizes, "block_size": np.int64(block_size), "bias": bias, "dropout": 0.0}
+    checkpoint = {"model": stored, "model_args": arguments, "iter_num": np.int32(5)}
+    checkpoint |= {"best_val_loss": np.float64(1.5), "lr": np.float32(0.1), "optimizer": {}}
     torch.save(checkpoint, tmp_path / "ckpt.pt")
     model, text = imported(tmp_path / "ckpt.pt", tmp_path)
     tokens = TOKENS[:, :24] % 50
@@ -408,7 +498,8 @@ class Evil:
 def test_another_pickle_is_refused(content, tmp_path, call):
     torch.save(content, tmp_path / "ckpt.pt")
     done = call("hf.py", "import", "ckpt.pt", "run", cwd=tmp_path)
-    assert_refused(done, "is no ckpt.pt of nanoGPT", "give one, a .gguf, or the folder")
+    line = assert_refused(done, "is no ckpt.pt of nanoGPT", "give one, a .gguf, or the folder")
+    assert line.isprintable()
     assert [file.name for file in tmp_path.iterdir()] == ["ckpt.pt"]
 
 

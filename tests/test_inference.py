@@ -1,5 +1,6 @@
 """Fast generation. Cached and greedy texts of all kinds of models are in test_reference.py."""
 
+import itertools
 import warnings
 from unittest.mock import MagicMock
 
@@ -11,6 +12,7 @@ import torch._dynamo  # it copies torch.compiler.is_compiling, which a test repl
 from kernels import eager
 from model import POSITIONS, ContextLengthWarning
 from nanolong import inference
+from nanolong.errors import UserError
 from nanolong.inference import KVCache
 
 WINDOW = {"window": 9, "sinks": 2}
@@ -112,11 +114,11 @@ def test_tokens_are_sampled_with_their_probabilities(temperature, top_k, top_p, 
     model.head.weight *= 3
     n = 8000
     p = (model(torch.tensor([[7]]))[0, 0].double() / temperature).softmax(-1).tolist()
-    order = sorted(range(30), key=lambda token: -p[token])
+    order = sorted(range(30), key=lambda token: -p[token])[: top_k or None]
     expected = torch.zeros(30, dtype=torch.float64)
     mass = 0.0  # of the more likely tokens
-    for rank, token in enumerate(order):
-        if mass < top_p and (rank < top_k or not top_k) and p[token] >= min_p * max(p):
+    for token in order:
+        if mass < top_p * sum(p[kept] for kept in order) and p[token] >= min_p * max(p):
             expected[token] = p[token]
         mass += p[token]
     expected /= expected.sum()
@@ -126,6 +128,73 @@ def test_tokens_are_sampled_with_their_probabilities(temperature, top_k, top_p, 
     frequencies = torch.bincount(tokens[:, 0], minlength=30) / n
     assert not frequencies[expected == 0].any()
     assert (frequencies - expected).abs().max() < 6 * 0.5 / n**0.5  # six sigma
+
+
+TOP_P = (0.01, 0.4, 0.9, 1)
+KEPT = [*itertools.product(("random",), (0, 2, 7, 30, 99), TOP_P)]
+KEPT += itertools.product(("ties",), (0, 30, 99), TOP_P)  # top_k takes any of a tie
+
+
+@pytest.mark.parametrize("kind, top_k, top_p", KEPT)
+def test_kept_tokens_are_those_of_transformers(kind, top_k, top_p):
+    """Temperature, top_k, top_p of what is left, min_p, by its classes in the order of generate().
+
+    Which of equally likely tokens top_p keeps is left open there, so of ties the sorted
+    probabilities are compared.
+    """
+    process = pytest.importorskip("transformers").generation.logits_process
+    # the same in every session: a sum that rounds to top_p itself may fall on either side
+    logits = 3 * torch.randn(40, 30, generator=torch.Generator().manual_seed(top_k))
+    if kind == "ties":
+        logits = logits.round()
+    for temperature, min_p in ((0.7, 0.0), (1.6, 0.1), (1.0, 1.0)):
+        expected = process.TemperatureLogitsWarper(temperature)(None, logits)
+        if top_k:
+            expected = process.TopKLogitsWarper(top_k)(None, expected)
+        if top_p < 1:
+            expected = process.TopPLogitsWarper(top_p)(None, expected)
+        if min_p:
+            expected = process.MinPLogitsWarper(min_p)(None, expected)
+        expected = expected.softmax(-1)
+        p, ids = inference.token_probabilities(logits, temperature, top_k, top_p, min_p)
+        found = p if ids is None else torch.zeros(40, 30).scatter(1, ids, p)
+        found = found / found.sum(-1, keepdim=True)
+        if kind == "ties":
+            found, expected = found.sort().values, expected.sort().values
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_row_ends_at_a_stop_token_and_repeats_it(make):
+    """Until all rows have ended; before that it is the row of generate() without stop."""
+    model = make(block_size=256)
+    torch.manual_seed(1)  # rows that end at different places
+    prompts = random_prompts(4, 9, 6)
+    free = generate(model, prompts, 200, generator=seeded_generators(3))
+    stop = {3, 17}
+    ends = [next(i for i, token in enumerate(row) if token in stop) for row in free.tolist()]
+    assert len(set(ends)) > 1
+    rows = generate(model, prompts, 200, generator=seeded_generators(3), stop=stop)
+    assert rows.shape[1] == max(ends) + 1
+    for row, expected, end in zip(rows.tolist(), free.tolist(), ends, strict=True):
+        assert row == expected[:end] + [expected[end]] * (len(row) - end)
+    # no row has ended after the tokens that were asked for
+    n = min(ends)
+    assert torch.equal(
+        generate(model, prompts, n, generator=seeded_generators(3), stop=stop), free[:, :n]
+    )
+    assert generate(model, prompts[:1], 9, stop=range(50)).shape == (1, 1)
+    for unknown in (50, [-1], "ab"):
+        with pytest.raises(UserError, match="no ids of a vocabulary of 50"):
+            model.generate(prompts, 9, stop=unknown)
+
+
+def test_tokens_of_another_shape_are_answered_by_the_right_one(make):
+    model = make()
+    with pytest.raises(AssertionError, match=r"\(3,\): give \(B, T\)"):
+        model(torch.tensor([1, 2, 3]))
+    for prompt in ("def", ["def"], [1, 2, 3], torch.tensor([1, 2]), [[1.5]], 5, None, [[[1]]]):
+        with pytest.raises(UserError, match=r"int64 tensor \(B, T\), or a list of prompts"):
+            model.generate(prompt, 5)
 
 
 # -----------------------------------------------------------------------------

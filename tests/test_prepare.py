@@ -57,9 +57,9 @@ def clone(tmp_path):
 
 
 def test_texts_are_read_as_they_are(tmp_path, data_folder):
-    """Line ends of Windows and a byte order mark too, by every tokenizer, and by --text."""
-    content = "\ufeffnaïve\r\n\r\n\tb\n\r".encode() * 100
-    (tmp_path / "t.txt").write_bytes(content)
+    """Line ends of Windows too, without a byte order mark, by every tokenizer, and by --text."""
+    content = "naïve\r\n\r\n\tb\n\r\ufeff".encode() * 100
+    (tmp_path / "t.txt").write_bytes(b"\xef\xbb\xbf" + content)
     for name in ("bytes", "char", "bpe"):
         options = {"vocab_size": 300} if name == "bpe" else {}
         folder = prepare_text(tmp_path / "t.txt", name, tokenizer=name, **options)
@@ -117,7 +117,7 @@ def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
     write_folder(tmp_path / "src")
     dataset = data.Dataset(prepare_text(tmp_path / "src", "folder"))
     printed = capsys.readouterr().out
-    assert "left out picture.png (not text, but has zero bytes)\n" in printed
+    assert "left out picture.png (not UTF-8: convert it first)\n" in printed
     train, val = (
         bytes(token for token in split.tokens[0].tolist() if token < 256)
         for split in (dataset.train, dataset.val)
@@ -151,19 +151,106 @@ def test_of_few_files_the_last_tenth_of_each_is_validation(tmp_path, data_folder
     assert "(10.0%, the last 10% of each document) from 3 doc" in capsys.readouterr().out
 
 
-def test_each_line_of_a_jsonl_file_is_a_document(tmp_path, data_folder, capsys):
-    """Its text is decoded from JSON; whole lines are validation, as they are many."""
-    lines = [json.dumps({"id": i, "text": f"{i} naïve\r\n\u2028☃"}) for i in range(300)]
-    (tmp_path / "t.jsonl").write_bytes("\ufeff{}\n\n".format("\n".join(lines)).encode())
+def write_rows(file, rows):
+    """A file of JSON by its name: lines, with a byte order mark and an empty one, or a list."""
+    content = json.dumps(rows, indent=1 if "long" in file.name else None)
+    if "lines" in file.name:
+        content = "\ufeff{}\n\n".format("\n".join(map(json.dumps, rows)))
+    file.write_text(content, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    "name", ["lines.jsonl", "lines.json", "lines.ndjson", "list.json", "long.json", "texts.JSONL"]
+)
+def test_each_row_of_a_file_of_json_is_a_document(name, tmp_path, data_folder, capsys):
+    """Its text is decoded from JSON; whole rows are validation, as they are many; --text has all
+    in order.
+    """
+    expected = [f"{i} naïve\r\n\u2028☃" for i in range(300)]
+    rows = expected
+    if not name.startswith("texts"):
+        rows = [{"id": i, "text": text} for i, text in enumerate(expected)]
+    file = write_rows(tmp_path / name, rows)
     for tokenizer in ("bytes", "char"):
-        dataset = data.Dataset(prepare_text(tmp_path / "t.jsonl", tokenizer, tokenizer=tokenizer))
+        dataset = data.Dataset(prepare_text(file, tokenizer, tokenizer=tokenizer))
         found = []
         for split in (dataset.train, dataset.val):
             for start, stop in data.find_documents(split.tokens[0], dataset.separator):
                 found.append(dataset.tokenizer.decode(split.tokens[0][start:stop].tolist()))
-        assert sorted(found) == sorted(f"{i} naïve\r\n\u2028☃".encode() for i in range(300))
+        assert sorted(found) == sorted(text.encode() for text in expected)
         assert 15 < len(data.find_documents(dataset.val.tokens[0], dataset.separator)) < 45
+        for bos in (dataset.separator, None):
+            text = TextFile(file, dataset.tokenizer, dataset.vocab_size, bos)
+            ids = text.val.tokens[0]
+            found = [
+                dataset.tokenizer.decode(ids[start:stop].tolist()).decode()
+                for start, stop in data.find_documents(ids, dataset.separator)
+            ]
+            assert found == expected and text.bytes_scale == 1
     assert "whole documents) from 300 documents" in capsys.readouterr().out
+
+
+# how files that are no text begin
+BINARY = {
+    "parquet": b"PAR1",
+    "arrow": b"ARROW1\0\0",
+    "npy": b"\x93NUMPY\1\0v\0{'descr': '<u2'}",
+    "safetensors": b"\x40\0\0\0\0\0\0\0{}",
+    "pdf": b"%PDF-1.7\n%\xe2\xe3\n",
+    "png": b"\x89PNG\r\n\x1a\n",
+    "sqlite": b"SQLite format 3\0",
+    "latin": "naïve\n".encode("latin-1") * 3000,
+    "zeros": TEXT.encode() + b"\0",
+}
+
+
+@pytest.mark.parametrize("kind", BINARY)
+def test_the_bytes_of_what_is_no_text_are_taken_if_they_are_asked_for(
+    kind, tmp_path, data_folder, call, rng
+):
+    noise = b"" if kind in ("latin", "zeros") else rng.bytes(20_000)
+    content = BINARY[kind] + noise
+    file = tmp_path / "src" / f"file.{kind}"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    reason = "a table" if kind in ("parquet", "arrow") else "not "
+    done = call("data/prepare.py", file, "--name=x")
+    assert_refused(done, f"file.{kind} is {reason}", "or give --tokenizer=bytes for its bytes")
+    for tokenizer in (data.ByteTokenizer(), data.CharTokenizer("a")):
+        with pytest.raises(UserError, match=f"--text=.*{kind} is {reason}"):
+            TextFile(file, tokenizer, 257, None)
+    assert_refused(call("data/prepare.py", file, "--name=x", "--tokenizer=bpe"), reason)
+    assert not list(data_folder.iterdir())
+    done = assert_success(call("data/prepare.py", file, "--name=x", "--tokenizer=bytes"))
+    assert done.stderr.startswith(f"note: 1 of 1 files, such as file.{kind}, are no text: their")
+    train, val = split_of_bytes("x")
+    assert train + val == content
+    # of a folder a text is left
+    (file.parent / "a.txt").write_text(TEXT)
+    done = assert_success(call("data/prepare.py", file.parent, "--name=y"))
+    assert f"left out file.{kind} ({reason}" in done.stdout
+    done = call("data/prepare.py", file.parent, "--name=z", "--tokenizer=bytes")
+    assert "from 2 documents" in assert_success(done).stdout and "note: 1 of 2" in done.stderr
+
+
+def split_of_bytes(name):
+    """The training and the validation text of a dataset of one document of bytes."""
+    dataset = data.Dataset(name)
+    return [bytes(split.tokens[0][1:].tolist()) for split in (dataset.train, dataset.val)]
+
+
+@pytest.mark.parametrize("name", ["stories.txt", "lines.jsonl"])
+def test_text_that_looks_like_a_separator_is_noted(name, tmp_path, data_folder, call):
+    story = "Once upon a time.\n<|endoftext|>\n"
+    file = write_rows(tmp_path / name, [story] * 40)
+    if name.endswith(".txt"):
+        file.write_text(story * 40)
+    for tokenizer in ("bytes", "char"):
+        done = call("data/prepare.py", file, f"--name={tokenizer}", f"--tokenizer={tokenizer}")
+        note = f"note: <|endoftext|> in {name} (40 times) is plain text, and ends no document: "
+        assert assert_success(done).stderr.startswith(note)
+        assert ".jsonl" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -171,9 +258,17 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path, data_folder, capsys):
     [
         ("a.txt", gzip.compress(TEXT.encode(), mtime=0), "compressed: unpack it first"),
         ("a.txt", TEXT.encode("utf-16"), "UTF-16: convert it first"),
+        ("a.txt", TEXT.encode("utf-16-le"), "UTF-16: convert it first"),
         ("a.txt", TEXT.encode("latin-1", "replace"), "not UTF-8: convert it"),
+        ("a.json", TEXT.encode("latin-1", "replace"), "not UTF-8: convert it"),
         ("a.jsonl", b'{"text": "a"}\n{"messages": []}', 'JSON without a "text" in line 2'),
-        ("a.jsonl", b'{"text": "\\ud800"}', 'JSON without a "text" in line 1'),
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}', 'JSON without a "text" in line 2'),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": "', "no JSON in line 3"),
+        ("a.jsonl", b'{"text": "\\ud83d"}', "JSON with half a surrogate pair, which is no chara"),
+        ("a.json", b'[{"text": "a"},\n "b", 3]', 'JSON without a "text" in row 3'),
+        ("a.json", b'[{"text": "a"},\n{"text": "b"}', "no JSON in line 2"),
+        ("a.json", b'{\n "text": "a"\n}', "no JSON in line 1"),
+        ("a.json", b'{"a": ' * 100_000, "no JSON in line 1"),
     ],
 )
 def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, call):
@@ -183,6 +278,8 @@ def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, c
     (folder / name).write_bytes(content)
     done = call("data/prepare.py", folder / name, "--name=x", "--tokenizer=char")
     assert_refused(done, f"{name} is {reason}")
+    with pytest.raises(UserError, match=re.escape(f"{name} is {reason}")):
+        TextFile(folder / name, data.ByteTokenizer(), 257, 256)
     assert not list(data_folder.iterdir())
     (folder / "b.txt").write_text(TEXT)
     (folder / "c.txt").touch()
@@ -190,6 +287,16 @@ def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, c
     assert f"left out {name} ({reason}" in done.stdout and "c.txt" not in done.stdout
     assert "from 1 documents" in done.stdout
     assert data.Dataset("x").tokenizer.characters == "".join(sorted(set(TEXT)))
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", "[]"])
+def test_a_file_of_json_without_rows_is_no_text(content, tmp_path, data_folder, call):
+    (tmp_path / "a.json").write_text(content)
+    for tokenizer in ("bytes", "char"):
+        words = [tmp_path / "a.json", "--name=x", f"--tokenizer={tokenizer}"]
+        assert_refused(call("data/prepare.py", *words), "give a")
+    with pytest.raises(UserError, match="empty: give a text"):
+        TextFile(tmp_path / "a.json", data.ByteTokenizer(), 257, 256)
 
 
 def test_bpe_learns_from_the_training_text_alone(tmp_path, data_folder):

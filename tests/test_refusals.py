@@ -4,12 +4,17 @@ One table for all scripts, of (script, words, phrases). DATA is a dataset of byt
 RoPE and 32 tokens on it, LETTERS a dataset of three characters.
 """
 
+import importlib
 import json
+import math
+import typing
 
 import pytest
-from conftest import TINY, assert_refused, assert_success, content
+from conftest import TINY, assert_refused, assert_success, content, logged, write_dataset
 
+import data
 from model import POSITIONS
+from nanolong import settings
 from rope_scaling import METHODS
 
 MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
@@ -36,6 +41,8 @@ MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
     ("--random_positions=999 --pos=alibi", "uses position ids"),
     ("--random_positions=999 --window=8", "without a window"),
     ("--score_scale=ssmax", "none, logn, llama4"),
+    ("--attn_scale=0", "attn_scale must be above 0"),
+    ("--norm_eps=1e39", "finite in float32"),
 ]
 TRAINING = [
     ("--learning_rat=1", "--learning_rate"),
@@ -44,6 +51,9 @@ TRAINING = [
     ("--seed=1e19", "below 2^53"),
     ("--stop_at=9 --max_iters=8", "--stop_at is beyond --max_iters"),
     ("--learning_rate=nan", "finite"),
+    ("--batch_size=9999999999", "out of memory: in training lower --batch_size"),
+    ("--lora=4", "it is a setting of extend.py"),
+    ("--device=cuda:x", "--device=cpu"),
     ("--dataset=nothing", "prepare.py"),
     ("--dataset=DATA:0.3,LETTERS:0.6", "add up to 0.9"),
     ("--dataset=DATA:0.5,DATA:0.5", "give each name once"),
@@ -55,6 +65,7 @@ TRAINING = [
     ("--device=tpu", "--device=cpu"),
     ("--parallel=fsdp", "torchrun"),
     ("--sequence_parallel=2", "--sequence_parallel=1"),
+    ("--out_dir=/proc/x", "nothing can be written to /proc: choose another --out_dir"),
     ("--wandb=project", "pip install wandb"),
     ("--out_dir=RUN --overwrite --wandb=project", "pip install wandb"),
     ("--init_from=resume --out_dir=out/never-made", "never-made to resume: leave --init_from out"),
@@ -72,6 +83,8 @@ EXTENDING = [
     ("RUN --method=magic", ", ".join(METHODS)),
     ("RUN --method=clamp", "--pos=rope has no method 'clamp': use --method"),
     ("RUN --factor=0.5", "factor=0.5"),
+    ("RUN --factor=0", "--factor=0.0 does not extend the context: give at least 1"),
+    ("RUN --learning_rate=0", "a learning rate above 0", "or --max_iters=0"),
     ("RUN --options=beta=1", "beta_fast"),
     ("RUN --options=factor=3", "a flag of its own"),
     ("RUN --options=beta_slow=40", "beta_slow must be below"),
@@ -100,6 +113,8 @@ OTHERS = [
     ("sample.py", "", "there is no run under out/"),
     ("sample.py", "RUN --top_p=0", "top_p=0"),
     ("sample.py", "RUN --chat", "--start=TEXT"),
+    ("sample.py", "RUN --lengths=5", "it is a setting of evaluate.py"),
+    ("evaluate.py", "RUN --text=x.txt --vocab_size=5", "it is a setting of data/prepare.py"),
     ("sample.py", "RUN --system=x --start=y", "--chat"),
     ("sample.py", "RUN --start=FILE:gone.txt", "gone.txt"),
     ("sample.py", "RUN --weights=bfloat16 --dtype=float32", "--dtype=bfloat16"),
@@ -128,6 +143,9 @@ OTHERS = [
     ("data/prepare.py", "--task=vt:1 --documents=0", "--documents=0 makes no dataset"),
     ("data/prepare.py", "--task=vt:1 --val_fraction=2", "is no fraction"),
     ("data/prepare.py", "--task=vt:1 --tokenizer=char", "--tokenizer=char is made of a text"),
+    ("data/prepare.py", "/dev/null", "there is no file or folder /dev/null"),
+    ("data/prepare.py", "--dataset=fineweb10B --shards=0", "--shards must be at least 1"),
+    ("data/prepare.py", "gone.txt --shards=3", "--shards is of --dataset=fineweb10B"),
     ("data/prepare.py", "--dataset=imagenet", "imagenet"),
     ("experiments/run.py", "leaderboard --arms=rope,ropey", "'ropey'", "rope, rope-window"),
     ("experiments/run.py", "leaderbord", "there is no experiment leaderbord"),
@@ -174,3 +192,65 @@ def test_what_fits_is_not_refused(call, text_data, tmp_path):
     ):
         command = [*TINY, "--max_iters=2", *words.split(), f"--dataset={text_data}"]
         assert_success(call("train.py", *command, f"--out_dir={tmp_path}/{number}"))
+
+
+# -----------------------------------------------------------------------------
+# Every number of every script, whatever the dataclasses have.
+
+# script -> (its dataclasses, words of a run of a second)
+SCRIPTS = {
+    "train.py": ("train.TrainConfig model.GPTConfig", [*TINY, "--max_iters=2", "--dataset=DATA"]),
+    "extend.py": (
+        "extend.ExtendConfig",
+        "RUN --factor=2 --max_iters=2 --warmup_iters=1 --dataset=DATA --max_tokens=64".split(),
+    ),
+    "sample.py": ("sample.SampleConfig", ["RUN", "--start=ab", "--max_new_tokens=3"]),
+    "evaluate.py": (
+        "evaluate.EvaluateConfig",
+        "RUN --task=loss,needle --lengths=16,128 --trials=1 --depths=1 --max_tokens=256".split(),
+    ),
+    "hf.py": ("hf.HFConfig", ["export", "RUN", "exported"]),
+    "data/prepare.py": (
+        "data.prepare.PrepareConfig",
+        ["t.txt", "--name=x", "--tokenizer=bpe", "--vocab_size=270"],
+    ),
+}
+
+
+def numbers_of(classes):
+    """The settings of dataclasses, without their bases', that are numbers, or lists of numbers."""
+    for name in classes.split():
+        module, _, cls = name.rpartition(".")
+        cls = getattr(importlib.import_module(module), cls)
+        for setting, (hint, _, _) in settings.settings_of(cls).items():
+            is_number = {int, float} & {hint, *typing.get_args(hint)}
+            if is_number and setting in cls.__annotations__:
+                yield setting
+
+
+NUMBERS = [(script, name) for script, (cls, _) in SCRIPTS.items() for name in numbers_of(cls)]
+
+
+@pytest.mark.parametrize("script, name", NUMBERS)
+def test_a_number_is_refused_in_a_sentence_or_means_something(
+    script, name, call, run_of_rope, tmp_path, monkeypatch
+):
+    """Nothing ends in a traceback, and no loss that is not finite is printed as if it were one."""
+    (tmp_path / "t.txt").write_text("def f(x):\n    return 'a' * x\n" * 40)
+    tokens = [256, *(tmp_path / "t.txt").read_bytes()]
+    small = write_dataset(tmp_path / "small", tokens)
+    monkeypatch.setattr(data.token_files, "HERE", tmp_path)
+    places = {"RUN": run_of_rope, "--dataset=DATA": f"--dataset={small}"}
+    words = [places.get(word, word) for word in SCRIPTS[script][1]]
+    if script in ("train.py", "extend.py"):
+        words.append("--out_dir=run")
+    for value in ("-1", "inf", "nan", "1e99", ""):
+        if (name, value) != ("lengths", ""):  # an empty list is the default
+            done = call(script, *words, f"--{name}={value}", cwd=tmp_path)
+            assert_refused(done, f"--{name}={value}: {name} must be a")
+    done = call(script, *words, f"--{name}=0", cwd=tmp_path)
+    if done.returncode:
+        assert_refused(done, name)
+    elif script in ("train.py", "extend.py") and (tmp_path / "run/log.jsonl").is_file():
+        losses = logged(tmp_path / "run", "loss") + logged(tmp_path / "run", "val_loss")
+        assert all(map(math.isfinite, losses)) and (losses or name == "max_iters")

@@ -52,10 +52,17 @@ def test_sample_i_uses_seed_plus_i(call, save_run):
 
 
 def test_the_prompt_may_come_from_a_file(call, save_run, tmp_path):
-    (tmp_path / "prompt.txt").write_bytes(b"caf\xc3\xa9 \xff <|endoftext|>")
+    """A text, without a byte order mark; bytes that are none come from the command line alone."""
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9 <|endoftext|>")
     words = ["--start=FILE:prompt.txt", f"--out_dir={save_run()}", "--max_new_tokens=3"]
     done = assert_success(call("sample.py", *words, cwd=tmp_path))
-    assert done.stdout.startswith("café \ufffd <|endoftext|>")
+    assert done.stdout.startswith("café <|endoftext|>")
+    done = assert_success(call("sample.py", *words, "--start=a\udcff b"))
+    assert done.stdout.startswith("a\ufffd b")
+    (tmp_path / "prompt.txt").write_bytes("café".encode("utf-16"))
+    for start in ("FILE:prompt.txt", "@prompt.txt"):
+        done = call("sample.py", *words, f"--start={start}", cwd=tmp_path)
+        assert_refused(done, "prompt.txt is UTF-16: convert it first")
 
 
 # -----------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from data import Dataset, Split, Text, split_mixture, tokenizer_from_json
-from data.texts import why_no_text
+from data.texts import note_separators, open_documents, why_no_text
+from data.tokenizer import SEPARATOR
 from nanolong import devices
 from nanolong.errors import UserError, note, require
 from nanolong.evaluation import intervals, loss
@@ -57,7 +58,7 @@ def name_of_text(name, folder):
 
 
 class TextFile(Text):
-    """A text file in the tokens of a model, without a separator in it.
+    """A text file in the tokens of a model; of JSON its texts, with a separator between two.
 
     Raises OSError or UserError if the file cannot be read or encoded.
     """
@@ -66,13 +67,23 @@ class TextFile(Text):
         self.name = str(file)
         self.tokenizer = tokenizer
         self.bos = bos
-        self.separator = bos
-        content = Path(file).read_bytes()
-        self.n_bytes = len(content)
-        reason = why_no_text(content, tokenizer.to_json()["kind"] == "bytes")
-        require(not reason, f"--text={file} is {reason}")
-        ids = np.array(tokenizer.encode(content.decode("utf-8", "surrogateescape")))
-        self.hash = hashlib.sha256(content + ids.tobytes()).hexdigest()[:16]
+        self.separator = tokenizer.bos if bos is None else bos
+        path = Path(file)
+        reason = why_no_text(path)
+        try:
+            require(not reason, reason)
+            texts = [stream.read() for _, stream in open_documents(path.name, path)]
+            require(texts, "empty: give a text")
+        except UserError as error:
+            raise UserError(f"--text={file} is {error}") from None
+        note_separators(sum(text.count(SEPARATOR) for text in texts), file)
+        self.n_bytes = sum(len(text.encode()) for text in texts)
+        between = [] if self.separator is None else [self.separator]
+        ids = tokenizer.encode(texts[0])
+        for text in texts[1:]:
+            ids += between + tokenizer.encode(text)
+        ids = np.array(ids)
+        self.hash = hashlib.sha256("\0".join(texts).encode() + ids.tobytes()).hexdigest()[:16]
         self.val = Split([Path(file)], vocab_size, bos, [ids])
 
 

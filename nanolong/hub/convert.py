@@ -47,6 +47,8 @@ def import_model(GPT, c, tensors, context_length=0):
     stored = dict(tensors)
     if c.model_type == "bloom":
         fold_bloom(stored, c)
+    if c.model_type == "gpt2":
+        fold_gpt2(stored, c)
     settings = read_settings(c, family, stored)
     if context_length:
         settings |= change_length(c, settings, context_length)
@@ -84,6 +86,20 @@ def fold_bloom(stored, c):
     norm = [stored.pop(f"{name}_layernorm.{x}").float() for x in ("weight", "bias")]
     stored[f"{name}.weight"] = F.layer_norm(plain, norm[0].shape, *norm, c.layer_norm_epsilon)
     stored["lm_head.weight"] = plain
+
+
+def fold_gpt2(stored, c):
+    """Factors of a layer's scores, which some GPT-2 have, become part of its queries."""
+    for layer in range(c.num_hidden_layers):
+        factor = 1 / (layer + 1) if c.scale_attn_by_inverse_layer_idx else 1.0
+        factor *= 1.0 if c.scale_attn_weights else math.sqrt(head_dim(c))
+        if factor == 1:
+            continue
+        for kind in ("weight", "bias"):
+            name = f"transformer.h.{layer}.attn.c_attn.{kind}"
+            # queries are the first columns; the comparison needs the original
+            stored[name] = stored[name].float().clone()
+            stored[name][..., : c.hidden_size] *= factor
 
 
 def read_settings(c, family, stored):
@@ -134,9 +150,12 @@ def read_layers(c, family):
     n_layer = c.num_hidden_layers
     window = getattr(c, "sliding_window", None) if "W" in "".join(family.patterns) else None
     usual = ["sliding_attention" if window else "full_attention"] * n_layer
-    # layers of other kinds are not computed here
     kinds = {"full_attention": False, "sliding_attention": (window or 0) > 0}
-    uses_window = [kinds[kind] for kind in getattr(c, "layer_types", None) or usual]
+    types = getattr(c, "layer_types", None) or usual
+    others = ", ".join(sorted(set(types) - kinds.keys()))
+    problem = f"its layers of the type {others} are not computed here"
+    require(not others, f"{problem}: choose another checkpoint")
+    uses_window = [kinds[kind] for kind in types]
     bases = getattr(c, "layer_rope_theta", None)
     uses_rope = getattr(c, "no_rope_layers", None) or bases or [1] * n_layer
     if "WN" in family.patterns and any(uses_window):

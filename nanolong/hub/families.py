@@ -153,6 +153,12 @@ def read_ministral3(c):
     return {"score_scale_length": int(length), "score_scale_coefficient": coefficient}
 
 
+def read_stablelm(c):
+    problem = "use_parallel_residual is true, and a StableLM here has one after the other"
+    require(not c.use_parallel_residual, f"{problem}: choose another checkpoint")
+    return {}
+
+
 def read_mpt(c):
     attention = c.attn_config
     require(
@@ -343,6 +349,7 @@ FAMILIES = {
         {"norm": ("layernorm",), "bias": ("none", "qkv")},
         {"norm_eps": "layer_norm_eps", "head_dim": None},
         partial=True,
+        read=read_stablelm,
         write=lambda config: {"use_qkv_bias": config.bias == "qkv"},
     ),
     "seed_oss": derive(

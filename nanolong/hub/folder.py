@@ -100,6 +100,12 @@ def read_tensors(folder):
         "it can run any program): download it, or let transformers load and save the model where "
         "you trust it",
     )
+    # such as model-00001-of-00002.safetensors
+    total = re.search(r"-of-(\d+)\.safetensors$", files[-1].name)
+    n_files = int(total[1]) if total else len(files)
+    problem = f"{len(files)} of the {n_files} files of weights are there"
+    remedy = "download the others"
+    require(len(files) == n_files, f"{problem}, {files[-1].name} the last of them: {remedy}")
     tensors = {}
     for file in files:
         with as_user_error(file):

@@ -1,11 +1,18 @@
 """nanoGPT's ckpt.pt, as a config of transformers' GPT-2 and its tensors."""
 
+import re
+
+import numpy as np
 import torch
 from transformers import AutoConfig
 
 from nanolong.errors import UserError
 from nanolong.hub.folder import Source
 
+# what makes a NumPy number of bytes, by the names that NumPy 1 and 2 give it
+SCALAR = np.float64().__reduce__()[0]
+NUMBERS = [(SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+NUMBERS += [np.dtype, *(type(np.dtype(name)) for name in ("f4", "f8", "i4", "i8"))]
 SIZES = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
 
 
@@ -15,9 +22,14 @@ def read_checkpoint(file):
     Raises UserError for any other file. No program in it is run.
     """
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(NUMBERS):
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         sizes = {name: int(content["model_args"][name]) for name in SIZES}
-        stored = {name.removeprefix("_orig_mod."): x for name, x in content["model"].items()}
+        # DDP and torch.compile have put prefixes before the names
+        prefix = re.compile(r"^((module|_orig_mod)\.)+")
+        stored = {prefix.sub("", name): x for name, x in content["model"].items()}
+        # the table may have been cut since
+        sizes["block_size"] = len(stored["transformer.wpe.weight"])
         # as nanoGPT's model.py has it, with GELU by erf
         c = AutoConfig.for_model(
             "gpt2",
@@ -40,7 +52,9 @@ def read_checkpoint(file):
                 tensors[bias] = x.new_zeros(len(x))
     # what torch and a wrong kind of content raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        # without the colours of torch
+        reason = " ".join(re.sub(r"\x1b\[\d+m", "", str(error)).split())[:120]
+        reason = f"{type(error).__name__}: {reason}"
         raise UserError(
             f"{file} is no ckpt.pt of nanoGPT ({reason}): give one, a .gguf, or the folder of a "
             "Hugging Face checkpoint"

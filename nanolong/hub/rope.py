@@ -35,6 +35,14 @@ def by_kind(parameters):
 # Reading
 
 
+def check_types(c):
+    """Refuse kinds of RoPE that are not read here, some of which transformers does not know."""
+    for p in by_kind(getattr(c, "rope_parameters", None)):
+        kind = p.get("rope_type", "default")
+        problem = f"its rope_type {kind!r} is not one of {', '.join(OPTIONS)}"
+        require(kind in OPTIONS, f"{problem}, which are read here: choose another checkpoint")
+
+
 def read_rope(c, uses_window):
     """Return the settings of GPTConfig for the RoPE of a config.
 

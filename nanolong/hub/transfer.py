@@ -11,7 +11,7 @@ from nanolong.errors import require
 from nanolong.hub import gguf_model, gguf_tokenizer, nanogpt
 from nanolong.hub.convert import export_model, import_model
 from nanolong.hub.folder import find_folder, read_folder, whole, write_folder
-from nanolong.hub.rope import by_kind
+from nanolong.hub.rope import by_kind, check_types
 from nanolong.hub.tokenizer import make_exported
 from nanolong.hub.verify import as_user_error, compare, load_theirs
 
@@ -31,6 +31,7 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
     require(not run.list_steps(target), f"{target} holds a run already: choose another folder")
     place, found = open_source(source)
     with as_user_error(source):
+        check_types(found.c)
         theirs = load_theirs(found.c, found.tensors)
         model = import_model(GPT, found.c, theirs.state_dict(), context_length)
         kept, bos, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
@@ -54,6 +55,9 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
 def open_source(source):
     """Return where a model is on this machine, and its Source."""
     path = Path(source)
+    is_run = run.list_steps(path) or (path / "meta.json").is_file()
+    remedy = "give it to extend.py, evaluate.py or sample.py, or to hf.py export"
+    require(not is_run, f"{source} is a run folder already: {remedy}")
     if not path.is_file():
         folder = find_folder(source)
         return folder, read_folder(folder)

@@ -35,7 +35,10 @@ warnings.filterwarnings("ignore", module="transformers")
 
 @contextlib.contextmanager
 def as_user_error(source):
-    """Raise what a damaged file leads to in the libraries, any kind of error, as a UserError."""
+    """Raise what a damaged file leads to in the libraries, any kind of error, as a UserError.
+
+    A KeyError and the like may be a bug of ours, against which no other file helps.
+    """
     try:
         yield
     except UserError as error:
@@ -43,11 +46,11 @@ def as_user_error(source):
     except MemoryError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{source} cannot be used ({type(error).__name__}: {reason}): download it again, or "
-            "choose another checkpoint"
-        ) from None
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        remedy = "download it again, or choose another checkpoint"
+        if isinstance(error, LookupError | AttributeError):
+            remedy = "if the file is whole, please report it with its config.json"
+        raise UserError(f"{source} cannot be used ({reason}): {remedy}") from None
 
 
 def load_theirs(c, tensors):
@@ -64,25 +67,29 @@ def load_theirs(c, tensors):
     )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(c)
-    absent = [name for name, _ in empty.named_parameters() if name not in tensors]
+    shapes = {name: x.shape for name, x in tensors.items()}
+    wrong = [name for name, p in empty.named_parameters() if shapes.get(name) != p.shape]
     # compared first, because absent tensors would take memory
     n_needed = sum(p.numel() for p in empty.parameters())
     n_stored = sum(x.numel() for x in tensors.values())
     require(
         n_needed <= n_stored,
-        f"its config.json describes {n_needed:,} parameters and its files hold {n_stored:,} (there "
-        f"is no {', '.join(absent[:3])}): download both again",
+        f"its config.json describes {n_needed:,} parameters and its files hold {n_stored:,} "
+        f"({', '.join(wrong[:3])} missing, or of another shape): download both again",
     )
     dtype = functools.reduce(torch.promote_types, {x.dtype for x in tensors.values()})
     options = {"dtype": torch.float32 if dtype == torch.float64 else dtype, "config": c}
     options |= {"state_dict": tensors, "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = True  # they are named below
     theirs, info = type(empty).from_pretrained(None, **options)
     # what is missing became random weights
     wrong = [*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]]
-    names = ", ".join(sorted(map(str, wrong))[:3])
+    wrong = [name if isinstance(name, str) else name[0] for name in wrong]
+    names = ", ".join(sorted(wrong)[:3])
     require(
         not wrong,
-        f"the tensors do not fit config.json ({names} missing, or too many): download both again",
+        f"the tensors do not fit config.json ({names} missing, too many, or of another shape): "
+        "download both again",
     )
     return theirs.eval().requires_grad_(False)
 
