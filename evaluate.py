@@ -1,4 +1,4 @@
-"""Measure checkpoints: loss by context length and by position, retrieval, and what they cost.
+"""Measure checkpoints: loss by context length and by position, retrieval, and cost.
 
     python evaluate.py out/rope out/rope-yarn4 --report=out/report.html
     python evaluate.py out/rope out/rope-yarn4 --lengths=256,512,1024 --plot=out/length.png
@@ -75,7 +75,7 @@ RulerTask = Literal["niah", "multikey", "vt", "fwe"]
 @dataclass
 class EvaluateConfig:
     # [measurement]
-    task: tuple[Task, ...] = ("loss",)  # what to measure
+    task: tuple[Task, ...] = ("loss",)  # measurements
     # context lengths in tokens; default: 1, 2, 4 and 8 times the shortest original context length
     lengths: tuple[int, ...] = ()
     cost: bool = False  # also the seconds of prefill, tokens/s of decoding, and megabytes of cache
@@ -121,7 +121,7 @@ OF_TASK |= dict.fromkeys(("trials", "seed"), ["needle", "ruler"])
 
 
 def check_settings(cfg):
-    """Refuse what measures nothing. Raises UserError."""
+    """Refuse settings that measure nothing. Raises UserError."""
     require(not (cfg.text and cfg.dataset), "--text and --dataset both name a text: give one")
     for name, ending in (("plot", ".png"), ("curves", ".png"), ("report", ".html")):
         file = getattr(cfg, name)
@@ -183,7 +183,7 @@ def check_writable(file):
     existed = path.exists()
     open(path, "ab").close()
     if not existed:
-        path.resolve().unlink()  # of a link, what it leads to
+        path.resolve().unlink()  # the target of a link
 
 
 def plan(models, cfg, texts):
@@ -212,7 +212,7 @@ def measure(models, cfg, lengths):
 
 
 def measure_logged(models, cfg, texts, dtype, file):
-    """Measure what the file does not hold yet. Returns the records."""
+    """Measure the records that the file does not hold yet. Returns all records."""
     cells = plan(models, cfg, texts)
     local = {"dataset", "device", "entry", "json", "plot", "report", "text"}
     shared = {name: value for name, value in asdict(cfg).items() if name not in local}
@@ -229,7 +229,7 @@ def measure_logged(models, cfg, texts, dtype, file):
 
 
 def evaluate(cfg, given, paths, writes):
-    """Do what the settings say; only one process writes files. Returns the exit status."""
+    """Run the measurements; only one process writes files. Returns the exit status."""
     check_settings(cfg)
     if cfg.curves:
         return plot_training(cfg.curves, paths) if writes else 0

@@ -1,4 +1,4 @@
-"""Extend the context of a trained checkpoint, fine-tune it briefly, and measure what that bought.
+"""Extend the context of a trained checkpoint, fine-tune it briefly, and measure the gain.
 
     python extend.py out/python-rope --method=yarn --factor=4    writes out/python-rope-yarn4
     python extend.py out/python-rope --method=pi --factor=2 --max_iters=0         only extends
@@ -172,7 +172,7 @@ def read_options(text):
             options = {name: parse_option(value) for name, value in pairs}
         if {"self", "method", "factor", "layers"}.isdisjoint(options.keys()):
             return options
-        problem = "it sets what has a flag of its own"
+        problem = "it sets an option that has its own flag"
     except (OSError, ValueError, AttributeError) as error:
         problem = str(error)
     raise UserError(

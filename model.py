@@ -393,7 +393,7 @@ class GPT(nn.Module):
         self.check_length(end)
         tables_version = self.pos.set_length(end)
         if cache is None:
-            # plan: what the kernels work out of the mask, once for all layers
+            # plan: the kernels keep their tile segments here, once for all layers
             mask = {"docs": docs, "positions": positions if explicit else None, "plan": {}}
             return tokens, positions, mask
         tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
@@ -649,7 +649,7 @@ class NoPE(nn.Module):
     def angles(self, x, layer, past):
         """Rotate by the text: None, or the angles, float64 (B, Hk or 1, T, R/2).
 
-        x (B, T, C): what queries and keys are projected from; past: a Past, for what is summed.
+        x (B, T, C): input of the query and key projections; past: a Past, for running sums.
         """
         return None
 
@@ -1269,7 +1269,8 @@ class FoX(NoPE):
     def gates(self, x, layer, past):
         wide = torch.promote_types(x.dtype, torch.float32)
         x, weight, bias = (y.to(wide) for y in (x, self.weight[layer], self.gate_bias[layer]))
-        with torch.autocast(x.device.type, enabled=False):  # a sum adds up what bfloat16 rounds
+        # A running sum would add up rounding errors of bfloat16.
+        with torch.autocast(x.device.type, enabled=False):
             log_f = F.logsigmoid(F.linear(x, weight, bias))  # (B, T, H)
         return past.sum(log_f.mT[..., None])[..., 0]
 

@@ -244,7 +244,7 @@ STATIC = ("none", "pi", "ntk", "ntk-parts", "yarn", "abf", "llama3")  # what res
 
 
 def frequencies(method, base, rotary_dim, original_length, factor, **options):
-    """Compute METHODS[method]. Raises UserError for bad options, and for what is not finite."""
+    """Compute METHODS[method]. Raises UserError for bad options and results that are not finite."""
     check_options(method, rotary_dim, original_length, factor, options)
     problem = "frequencies are not finite"
     try:
@@ -264,7 +264,7 @@ def frequencies(method, base, rotary_dim, original_length, factor, **options):
     )
 
 
-# torch.compile calls it while it traces. This is what torch.compiler.assume_constant_result sets,
+# torch.compile calls it while it traces. torch.compiler.assume_constant_result sets this,
 # without importing the compiler here.
 frequencies._dynamo_marked_constant = True
 

@@ -107,7 +107,7 @@ class TrainState:
     tokens: int = 0  # seen so far
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
-    kernels: str = ""  # what computes attention, in words
+    kernels: str = ""  # implementation of attention, in words
 
 
 # -----------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def train(
         run.check_same(model, cfg, dataset)
         state = restore_state(model, cfg, train_length)
 
-        # the kernels, if they compute what plain PyTorch does
+        # the kernels, if their results agree with plain PyTorch
         masks = {"docs": cfg.separate_docs, "positions": max_position > 0}
         state.kernels = check.choose_kernels(model, device, getattr(torch, cfg.dtype), **masks)
 
@@ -345,7 +345,7 @@ def train(
             run.load_optimizers(model, optimizers, cfg, model.folder)
         batches = Batches(dataset, model, cfg, train_length, max_position, state.sequences)
         progress.print_header(batches, state)
-        shown = progress.Progress(batches, state)
+        shown = progress.RunLog(batches, state)
         try:
             # from here on a stop signal finishes the step, and saves
             with run.StopSignals() as stop:

@@ -62,7 +62,7 @@ def run_prepare(setting):
     try:
         status = process.wait()
     except KeyboardInterrupt:
-        process.wait()  # Ctrl-C stops it, too, and it removes what is half-made
+        process.wait()  # Ctrl-C stops it, too, and it removes unfinished files
         raise
     require(status >= 0, f"data/prepare.py {setting} was ended by signal {-status}: start it again")
     if status:

@@ -307,7 +307,7 @@ class Text:
             added_bytes = self.tokenizer.added_bytes
         except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
             return None
-        # what the tokenizer has put before a document is not the document's
+        # a token that the tokenizer has put before a document is not the document's
         starts_document = x == self.separator
         if self.bos is not None:
             starts_document[:, 0] = starts_file
@@ -370,7 +370,7 @@ class Dataset(Text, Stream):
         require(is_same, f"dataset {self.name} has other tokens than {what}: {remedy}")
 
     def select(self, min_doc=0, separate=False):
-        """Choose what is trained on: only documents of at least min_doc tokens.
+        """Choose the training text: only documents of at least min_doc tokens.
 
         separate: attention stays inside a document; None: if these are known.
         Raises UserError for a dataset that does not mark its documents.
@@ -506,7 +506,7 @@ class Mixture(Dataset):
         self.val = join([source.val for source in self.sources])
 
     def select(self, *args, **settings):
-        """Choose what is trained on in every source: Dataset.select()."""
+        """Choose the training text of every source: Dataset.select()."""
         for source in self.sources:
             source.select(*args, **settings)
         self.separate = self.sources[0].separate

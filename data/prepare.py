@@ -5,7 +5,7 @@
     python data/prepare.py --dataset=fineweb10B --shards=10      downloads shards of GPT-2 tokens
     python data/prepare.py my.txt --tokenizer=gpt2 --name=mine   a text file, or a folder of them
     python data/prepare.py my.txt --tokenizer=bpe --vocab_size=4096      a vocabulary of its own
-    python data/prepare.py --task=niah:1,vt:0.5 --length=256     documents that hide what they ask
+    python data/prepare.py --task=niah:1,vt:0.5 --length=256     documents that hide their answer
 
 Of a folder whole files are validation, by a hash of their path; of fewer than 20 files it is the
 last tenth of each. Of a file of JSON, a list or lines, the "text" of every row is a document.
@@ -134,7 +134,7 @@ def main(argv=None):
     require(is_for_bpe, "--vocab_size is of a vocabulary that is learned: give --tokenizer=bpe too")
     is_for_fineweb = cfg.dataset == "fineweb10B" or "shards" not in args.given
     require(is_for_fineweb, "--shards is of --dataset=fineweb10B: leave it out, or give that")
-    # what is not given is left to the dataset
+    # settings that are not given are left to the dataset
     names = ("tokenizer", "val_fraction")
     names += ("length", "documents", "bos") if cfg.task else ("vocab_size",)
     options = {name: getattr(cfg, name) for name in names if name in args.given}
@@ -152,6 +152,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # as Ctrl-C, so that what is half-made is removed
+    # as Ctrl-C, so that unfinished files are removed
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     run_main(main)

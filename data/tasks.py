@@ -1,4 +1,4 @@
-"""Documents that ask for what stands far before: own documents for tasks of RULER (2404.06654).
+"""Documents that ask for something far back: own documents for tasks of RULER (2404.06654).
 
     niah      one key with one value, at a depth; asked for the value (a passkey)
     multikey  several keys with a value each; asked for the value of one
@@ -179,7 +179,7 @@ def make_document(kind, tokenizer, length, seed, sample, bos=None, needles=True,
     gaps = [min(int(depth * (n + 1)), n) for depth, _ in task.needles]
     for i in reversed(np.argsort(gaps, kind="stable")):
         body.insert(gaps[i], facts[i])
-    # what is left is filled by the end of a unit, in a list of a rare word
+    # the rest is filled by the end of a unit, in a list of a rare word
     left = space - int(ends[n])
     longer = next(unit for unit in reversed(units) if len(unit) > left)
     ids = np.array(

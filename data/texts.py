@@ -51,7 +51,7 @@ ROWS_REMEDY = (
 )
 COMPRESSED = "compressed: unpack it first"
 UTF_16 = "UTF-16: convert it first (iconv -f UTF-16 -t UTF-8)"
-# how some files begin that are no text -> what to do with one: gzip, bzip2, xz, zstd and zip first
+# first bytes of some files that are no text -> remedy: gzip, bzip2, xz, zstd and zip first
 KINDS = {
     (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4"): COMPRESSED,
     (b"PAR1", b"ARROW1"): "a table (Parquet or Arrow): write its texts to a .jsonl file first",
@@ -89,7 +89,7 @@ def prepare(dataset, name="", shards=10, **options):
     for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
         file = folder / f"fineweb_{part}.bin"
         download(FINEWEB + file.name, file, f"put the file at {file}")
-        # raises if what was downloaded is damaged
+        # raises if the download is damaged
         open_tokens(file)
     return folder
 
@@ -178,7 +178,7 @@ def read_rows(path):
     """Yield the number and the text of each row of a file of JSON.
 
     If the file begins with [, it is one list of rows, which is read whole; else a row is a line. A
-    row is a text, or has a "text". Raises UserError for another one, and what is no JSON.
+    row is a text, or has a "text". Raises UserError for another row, and for invalid JSON.
     """
     with open(path, encoding="utf-8-sig") as f:
         is_list = f.read(4096).lstrip().startswith("[")
@@ -253,8 +253,8 @@ class Texts:
     Whole documents are validation, by a hash of their names; of few the end of each.
 
     files: name -> path. as_bytes: whether documents are bytes, or characters. allows_all: take the
-    bytes of what is no text, with a note. Reads all of them, and prints which are left out, apart
-    from empty ones. Raises UserError if there is no text.
+    bytes of files that are no text, with a note. Reads all of them, and prints which are left out,
+    apart from empty ones. Raises UserError if there is no text.
     """
 
     def __init__(self, files, source, as_bytes, val_fraction, allows_all=False):
@@ -421,7 +421,7 @@ def encode_parts(tokenizer, parts):
 
 
 def find_cut(text, tokenizer):
-    """Return where a text can be cut, so that both parts encode to what the whole does, or None."""
+    """Return where a text can be cut, so that its parts encode as the whole does, or None."""
     for match in itertools.islice(CUTS.finditer(text, len(text) // 2), 100):
         cut = match.start()
         left, right = text[cut - 100 : cut], text[cut : cut + 100]

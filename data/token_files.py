@@ -1,4 +1,4 @@
-"""Token files, and the folders of datasets: how they are found, and what their meta.json says.
+"""Token files, and the folders of datasets: how they are found, and their meta.json.
 
 A dataset is a folder, data/NAME/ or any path, with token files for training and validation and the
 meta.json that prepare.py writes. Token files have three forms: shards with a header of 256 int32
@@ -31,7 +31,7 @@ SCORED, STARTS = 1, 2
 
 @contextlib.contextmanager
 def token_writer(file: Path, vocab_size: int):
-    """Open a new token file, of uint16, or uint32 if the ids need it; yields what writes ids."""
+    """Open a new token file, of uint16, or uint32 if ids need it; yields its writer."""
     magic = 20240520 if vocab_size <= 1 << 16 else 20240801
     version, dtype = HEADER[magic]
     with open(file, "xb") as f:
@@ -67,7 +67,7 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
         is_whole = version == known_version and n and size == HEADER_BYTES + n * dtype.itemsize
         require(is_whole, damage)
         return np.memmap(file, dtype, "r", HEADER_BYTES)
-    # what has no header can only be told from damage by its values
+    # without a header only the values show damage
     require(size and size % 2 == 0, damage)
     with open(file, "rb") as f:
         is_numpys = f.read(6) == b"\x93NUMPY"

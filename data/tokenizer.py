@@ -166,7 +166,7 @@ class ImportedTokenizer(Tokenizer):
             ) from None
 
     def encode(self, text):
-        remedy = "leave out what it lacks, or what is no UTF-8"
+        remedy = "leave out characters that it lacks, and bytes that are no UTF-8"
         with rust_errors("this vocabulary cannot encode the text", remedy):
             text.encode()  # of half a surrogate pair the package does not say where
             return self.package.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -233,7 +233,7 @@ class ImportedTokenizer(Tokenizer):
 
 @contextlib.contextmanager
 def rust_errors(problem, remedy):
-    """Raise what the Rust code of a package raises as a UserError: problem (reason): remedy."""
+    """Turn errors of a package in Rust into a UserError: problem (reason): remedy."""
     try:
         yield
     except BaseException as error:

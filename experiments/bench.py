@@ -132,7 +132,7 @@ def patched(variant, device):
             from kernels import flash
 
             # in a graph the kernels would find their tiles again in every step
-            stack.enter_context(mock.patch.object(flash, "visited", visited_as_before))
+            stack.enter_context(mock.patch.object(flash, "tile_segments", segments_as_before))
         if "free" in parts:
             stack.enter_context(mock.patch.object(torch, "use_deterministic_algorithms"))
         yield
@@ -151,12 +151,12 @@ def rotate_by_kernel(q, k, cos, sin):
     return rotary.rope(q, k, cos, sin)
 
 
-def visited_as_before(docs, positions, *where):
+def segments_as_before(docs, positions, *where):
     """The tiles to visit, from the step before, which was in no graph."""
     from kernels import flash
 
     assert docs is None and positions is None, "a graph has no documents here"
-    return flash.visited_by_index(*where)
+    return flash.segments_by_index(*where)
 
 
 def chunks_of_512_mib(x, weight):

@@ -35,7 +35,7 @@ visible_keys = eager.visible_keys
 
 def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions: see reference.rope()."""
-    # A compiler fuses the formula with what stands around it. float64 is for checking, and the
+    # A compiler fuses the formula with the operators around it. float64 is for checking, and the
     # kernel does not take it.
     is_plain = torch.compiler.is_compiling() or q.dtype == torch.float64
     if is_plain or not triton_runs(q.device):
@@ -99,7 +99,7 @@ def triton_runs(device):
     return _is_allowed and _can_run(device)
 
 
-# torch.compile calls it while it traces. This is what torch.compiler.assume_constant_result sets,
+# torch.compile calls it while it traces. torch.compiler.assume_constant_result sets this,
 # without importing the compiler here.
 triton_runs._dynamo_marked_constant = True
 

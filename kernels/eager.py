@@ -1,4 +1,4 @@
-"""The operators in plain PyTorch, in less time and memory: what runs wherever no kernel does.
+"""The operators in plain PyTorch, in less time and memory: they run wherever no kernel does.
 
 reference.py defines what rope, attention and the loss compute, and tests/test_eager.py compares.
 Attention goes through in chunks of queries, which are computed again in the backward pass. The loss
@@ -109,7 +109,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         unit = x * inverse
         product = grad * unit
-        # what grad * weight has along x changes nothing
+        # the component of grad * weight along x changes nothing
         along = (product @ weight).div_(x.shape[-1]).unsqueeze(-1)
         dx = (grad * weight).addcmul_(unit, along, value=-1).mul_(inverse)
         return dx, product.flatten(0, -2).sum(0), None
@@ -569,7 +569,7 @@ class _Call:
         return scores
 
     def distant_scores(self, rows, keys):
-        """What flash attention takes for these scores, and what it lacks.
+        """The arguments of flash attention for these scores, and the terms that it lacks.
 
         q, k, v; a mask to add, and the queries that see no key, or None twice; what the scores of a
         query have in common (H or 1, n or 1), or for each sequence.
@@ -633,7 +633,7 @@ def _attend_backward(
     for rows, near, columns, distant in call.chunks():
         q, g, total = call.q[:, :, rows], dy[:, :, rows], lse[:, :, rows]
         k, v = call.k[:, :, near], call.v[:, :, near]
-        # the gradient of what all scores of a query have in common
+        # the gradient of a number added to all scores of a query
         rest = torch.zeros_like(total) if dlse is None else dlse[:, :, rows]
         delta = (g * y[:, :, rows]).sum(-1) - rest
         p = call.near_scores(rows, near, columns).sub_(total[..., None]).exp_()

@@ -23,7 +23,7 @@ sum, so that the (T, T) scores are never stored. What the tutorial does not have
 1. Units. Scores are in log2, because exp2 is the hardware's exponential. So the scale, slopes and
    tables arrive multiplied by log2(e). Gradients are in natural units.
 
-2. Segments. The host decides which tiles a program visits, in visited(). Of the key blocks of a
+2. Segments. The host decides which tiles a program visits, in tile_segments(). Of the key blocks of a
    query block, some are empty and never visited, some are partly visible and need a mask, and the
    rest are wholly visible. Tiles in which every distance is m - 1 or more form a segment of their
    own, CLIPPED: there the bias of a table is a single number, which costs nothing.
@@ -93,7 +93,7 @@ class Rows(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all kernels of one call of attention() are given; None for what the call lacks.
+    """The arguments that all kernels of one call of attention() share; None for an absent one.
 
     A None is known when a kernel is compiled, as are the fields in capitals below G.
     """
@@ -177,7 +177,7 @@ def tile_product(call, queries, keys, FLIP: tl.constexpr):
 
 @triton.jit
 def _segment(segments, b, block, segment: tl.constexpr):
-    """The first block of a segment, and the one after its last: see visited()."""
+    """The first block of a segment, and the one after its last: see tile_segments()."""
     at = segments.ptr + b * segments.b + block * segments.t + 2 * segment
     return tl.load(at), tl.load(at + 1)
 
@@ -227,7 +227,7 @@ def visible_keys(call, b, i, j, FLIP: tl.constexpr):
 
 @triton.jit
 def _difference(rows, columns):
-    """Compute rows - columns for a tile, so that the compiler sees what is equal in a thread.
+    """Compute rows - columns for a tile, so that the compiler sees equal numbers in a thread.
 
     In the tensor cores' layout a thread's rows differ in the bits 8 and 64, and its columns in all
     bits but 2 and 4: these are known when the kernel is compiled. Added up by themselves they are
@@ -275,9 +275,9 @@ def _gates_since(call, gates, start, i):
 def _scores(call, bias, q, k, constant, i0, n0, r, c, IS_CLIPPED: tl.constexpr, FLIP: tl.constexpr):
     """The scores of a tile, in log2 units, are s * factor + shift: returns the three.
 
-    factor is a number, and shift a number or one for each query. So the scale, and what is the same
-    for all keys, cost no multiplication or addition of their own: a maximum is taken before them,
-    and then there is one multiply-add an element in the exponent.
+    factor is a number, and shift a number or one for each query. So the scale, and a bias that is
+    the same for all keys, cost no multiplication or addition of their own: a maximum is taken
+    before them, and then there is one multiply-add an element in the exponent.
     constant: from _load_constant(); with gates, of each key from _gates_since().
     """
     s = tile_product(call, q, k, FLIP)
@@ -287,7 +287,7 @@ def _scores(call, bias, q, k, constant, i0, n0, r, c, IS_CLIPPED: tl.constexpr, 
     if call.KIND == SLOPES:
         factor = 1.0
         if call.CAUSAL and q.dtype != tl.float32:
-            # -slope (i - j), split into what a key adds and what query and tile add: one
+            # -slope (i - j), split into a part of the key and a part of query and tile: one
             # multiply-add an element, exact to 16 bits
             _, of_key = _pair(r, constant * c.to(tl.float32), FLIP)
             s = s * call.scale + of_key
@@ -327,7 +327,7 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
     bias = head_rows(call.bias, 0, h)
     gates = head_rows(call.gates, b, h)
 
-    # the queries, and what their bias needs
+    # the queries, and the constants of their bias
     m0 = block * BM
     i0 = call.Tk - call.Tq + m0
     if gates is not None:
@@ -390,7 +390,7 @@ def _dq_kernel(call, segments, OUT, LSE, DOUT, DLSE, DQ, DELTA, BM: tl.constexpr
     bias = head_rows(call.bias, 0, h)
     gates = head_rows(call.gates, b, h)
 
-    # the queries, their output and its gradient, and what their bias needs
+    # the queries, their output and its gradient, and the constants of their bias
     m0 = block * BM
     i0 = call.Tk - call.Tq + m0
     q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
@@ -554,7 +554,7 @@ def _sweep_kernel(call, segments, LSE, DOUT, DELTA, DBIAS, B, first_diagonal, BM
     Query block n meets key block n - diagonal, for all n and all sequences of the batch. In these
     tiles everything that depends on the distance is the same. The summed tile is then summed along
     its diagonals: DBIAS (splits, H, diagonals, 2 BM), by r - c + BM - 1.
-    segments: None if the indices alone decide what is visible.
+    segments: None if the indices alone decide which keys are visible.
     """
     index = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -576,7 +576,7 @@ def _sweep_kernel(call, segments, LSE, DOUT, DELTA, DBIAS, B, first_diagonal, BM
     per_split = tl.cdiv(total, tl.num_programs(2))
     start = split * per_split
 
-    # what all its tiles add to their scores: the table, and -inf in the future
+    # added to the scores of all its tiles: the table, and -inf in the future
     tile_bias = tl.zeros([BM, BM], tl.float32)
     if call.CAUSAL:
         tile_bias = tl.where(d0 + r[:, None] - c[None, :] >= 0, 0.0, float("-inf"))
@@ -700,7 +700,7 @@ def device_family(device):
     return known.get((major, minor), "small"), "tf32x3"
 
 
-# torch.compile calls it while it traces. This is what torch.compiler.assume_constant_result sets,
+# torch.compile calls it while it traces. torch.compiler.assume_constant_result sets this,
 # without importing the compiler here.
 device_family._dynamo_marked_constant = True
 
@@ -708,10 +708,10 @@ device_family._dynamo_marked_constant = True
 # -----------------------------------------------------------------------------
 # Which tiles are visited
 
-TILES_AT_ONCE = 1 << 22  # of which visited() makes a matrix
+TILES_AT_ONCE = 1 << 22  # of which tile_segments() makes a matrix
 
 
-def visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device):
+def tile_segments(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device):
     """The key blocks that each query block visits; if of_keys, the query blocks of each key block.
 
     Returns int32 (1 or B, blocks, 16): the start and the end of each segment, SINKS to CLIPPED, and
@@ -731,7 +731,7 @@ def visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, 
         some, whole, clipped = classify_tiles(docs, positions, window, sinks, m, causal, i, j)
         if of_keys:
             some, whole, clipped = some.mT, whole.mT, clipped.mT
-        # tokens past the end: what is computed for them in a row is not stored
+        # tokens past the end: their results are not stored
         is_full = columns[:, -1] - columns[:, 0] == columns.shape[1] - 1
         found.append(find_segments(some, whole & is_full, clipped & is_full, of_keys))
     return torch.nn.functional.pad(torch.cat(found, 1).int(), (0, 6))
@@ -798,20 +798,20 @@ def find_segments(some, whole, clipped, of_keys):
     return torch.stack((zero, sinks_end, lo, left, right, hi, *near, *clipped), -1)
 
 
-visited_by_index = functools.lru_cache(maxsize=128)(functools.partial(visited, None, None))
+segments_by_index = functools.lru_cache(maxsize=128)(functools.partial(tile_segments, None, None))
 
 
-@torch.library.custom_op("nanolong::visited", mutates_args=())
-def _visited(
+@torch.library.custom_op("nanolong::tile_segments", mutates_args=())
+def _tile_segments(
     docs: torch.Tensor | None, positions: torch.Tensor | None, window: int, sinks: int,
     Tq: int, Tk: int, m: int, causal: bool, BM: int, BN: int, of_keys: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """visited(), which torch.compile does not look into."""
+    """tile_segments(), which torch.compile does not look into."""
     device = (positions if docs is None else docs).device
-    return visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device)
+    return tile_segments(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device)
 
 
-@_visited.register_fake
+@_tile_segments.register_fake
 def _(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys):
     B = max(len(x) for x in (docs, positions) if x is not None)
     blocks = triton.cdiv(Tk, BN) if of_keys else triton.cdiv(Tq, BM)
@@ -821,7 +821,7 @@ def _(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys):
 def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan):
     """Bring documents and positions to int32 (1 or B, Tk), and find the tiles that they leave.
 
-    Returns documents and positions, None if they hide nothing, and visited() for each of KERNELS
+    Returns documents and positions, None if they hide nothing, and tile_segments() for each of KERNELS
     that will run. If the indices alone decide, the list is empty, and launch() finds the tiles.
     plan: None, or a dict in which the result stays for calls with the same mask.
     """
@@ -843,7 +843,7 @@ def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan
         if of_docs is docs and of_positions is positions:
             return result
     mask = [None if x is None else torch.atleast_2d(x).int() for x in (docs, positions)]
-    found = {tile: _visited(*mask, *where, *tile) for tile in dict.fromkeys(tiles)}
+    found = {tile: _tile_segments(*mask, *where, *tile) for tile in dict.fromkeys(tiles)}
     result = *mask, [found[tile] for tile in tiles]
     if is_shared:
         plan[where, tiles] = docs, positions, result
@@ -913,9 +913,9 @@ def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
         segments = None
     else:  # Nothing but indices decides: once for all calls of these sizes.
         where = (call.window or 0, call.sinks, call.Tq, call.Tk, call.m, call.CAUSAL.value)
-        # what is computed in a CUDA graph has no values outside of it
+        # a tensor computed in a CUDA graph has no values outside of it
         in_graph = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        find = functools.partial(visited, None, None) if in_graph else visited_by_index
+        find = functools.partial(tile_segments, None, None) if in_graph else segments_by_index
         segments = find(*where, tile.BM, tile.BN, name == "dkdv", q.device)
     if name != "sweep":  # whose tiles are square
         sizes["BN"] = tile.BN

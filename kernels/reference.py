@@ -1,4 +1,4 @@
-"""The operators by their formulas: the definition of what every kernel, and eager.py, compute.
+"""The operators by their formulas: the definition that every kernel, and eager.py, follows.
 
 Read this before any kernel. It is plain PyTorch with all scores at once, in the dtype of its
 inputs: in float64 what the tests compare with, in a kernel's dtype the error to expect of it.
@@ -59,7 +59,7 @@ def attention(
                 score of query i and key j (FoX, Lin et al. 2025), with gradient. Without a
                 bias. The softmax does not see c_i, but the log-sum-exp does.
     plan        None, or a dict, empty at first, that calls with the same mask share, as the layers
-                of a step do: kernels keep in it what they work out of the mask. It changes nothing.
+                of a step do: kernels keep their tile segments in it. It changes no result.
 
     return_probabilities, which the kernels do not have: return also the softmax, (B, H, Tq, Tk).
     """

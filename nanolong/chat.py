@@ -30,7 +30,7 @@ def encode_chat(tokenizer, message: str, system: str = ""):
     if system:
         messages.insert(0, {"role": "system", "content": system})
     prompt = render(tokenizer, messages, add_generation_prompt=True)
-    # eos ends an answer, and so does what the template puts after one, such as <|im_end|>
+    # eos ends an answer, and so does the token that the template puts after one, such as <|im_end|>
     eos = token_text(tokenizer.settings, "eos_token")
     stop = {
         tokenizer.bos if tokenizer.eos is None else tokenizer.eos,
@@ -69,7 +69,7 @@ def render(tokenizer, messages, add_generation_prompt):
     try:
         template = environment.from_string(find_template(tokenizer))
         return template.render(**words, add_generation_prompt=add_generation_prompt)
-    # what a template computes can fail in any way
+    # a template can fail in any way
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(
@@ -79,7 +79,7 @@ def render(tokenizer, messages, add_generation_prompt):
 
 
 def make_environment():
-    """Return the sandbox, and what chat templates have in addition to Jinja."""
+    """Return the sandbox, with the additions of chat templates to Jinja."""
     require(
         importlib.util.find_spec("jinja2"),
         "the jinja2 package, which renders chat templates, is not installed: "
@@ -91,7 +91,7 @@ def make_environment():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks what a model is trained on, and changes no text."""
+        """{% generation %} marks text that a model is trained on, and changes no text."""
 
         tags = {"generation"}
 

@@ -95,7 +95,7 @@ def pick_dtype(name, device):
 
 
 def weights_to_load(name):
-    """What --weights says to GPT.load(): a dtype, or for auto None, which keeps what is stored."""
+    """Return the dtype of --weights for GPT.load(); None for auto, which keeps the stored dtype."""
     return None if name == "auto" else getattr(torch, name)
 
 
@@ -236,7 +236,7 @@ def to_device(x, device):
 
 
 def synchronize(device):
-    """Wait for what a GPU still computes."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

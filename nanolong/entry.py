@@ -14,7 +14,7 @@ import torch
 from nanolong.errors import UserError, require
 
 ROOT = Path(__file__).resolve().parent.parent
-# what training and evaluation execute
+# files that training and evaluation execute
 SOURCES = ("model.py", "rope_scaling.py", "train.py", "extend.py", "evaluate.py")
 SOURCES += ("nanolong/**/*.py", "kernels/*.py", "data/*.py")
 
@@ -63,7 +63,7 @@ def load_entry(file, positions):
 
 
 def check_scheme(model):
-    """Check what a scheme of the user's sets, and what its hooks return. Raises UserError."""
+    """Check the attributes and the hooks of a user's scheme. Raises UserError."""
     scheme, config = model.pos, model.config
     if type(scheme) not in loaded or model.embed.weight.is_meta:
         return

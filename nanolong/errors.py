@@ -12,7 +12,7 @@ OUT_OF_MEMORY = (
 
 
 class UserError(ValueError):
-    """Says what cannot be done and how to fix it. Scripts print it and exit with status 2."""
+    """A request that cannot be fulfilled, and its remedy: scripts print it, exit status 2."""
 
 
 class LocalError(UserError):
@@ -32,7 +32,7 @@ def note(text):
 
 
 def run_main(main):
-    """Run a script's main() and exit: with status 2 and one line for what a user can fix."""
+    """Run a script's main() and exit: with status 2 and one line for an error of the user."""
     sys.stdout.reconfigure(errors="replace")  # a terminal may know ASCII only
     try:
         status = main()
@@ -64,7 +64,7 @@ def discard_stdout():
 
 
 def report(error, on_every_rank=True, status=2):
-    """Print an error, what all of several processes meet in the first one. Returns the status."""
+    """Print an error; one that all processes meet, by the first one. Returns the status."""
     if on_every_rank or int(os.environ.get("RANK", 0)) == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:  # a launcher ends all processes with the first that ends, perhaps before it is printed

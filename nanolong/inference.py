@@ -30,7 +30,7 @@ class KVCache:
         self.keys = {}  # layer -> (B, Hk, allocated, D)
         self.values = {}
         self.gates = {}  # layer -> (B, H, allocated, 1): of a scheme with gates
-        self.state = {}  # layer -> what a scheme keeps along the text: a list for model.Past
+        self.state = {}  # layer -> running values of a scheme: a list for model.Past
         self.terms = {}  # layer -> number of keys, and the scheme's terms by distance for these
         # For decoding steps of fixed shape, int64 (1,) on the device: where the next token is
         # written, and how many tokens there are with it.
@@ -121,7 +121,7 @@ def concatenate(old, new):
 def generate(
     model, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p, stop
 ):
-    """Do what GPT.generate() promises; what cannot be generated is refused at once."""
+    """Implement GPT.generate(); a request that cannot be fulfilled is refused at once."""
     given = f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k}"
     fits = max_new_tokens >= 0 and 0 <= temperature < math.inf and top_k >= 0
     require(fits, f"{given} are no numbers from 0 on: give others")
@@ -188,7 +188,7 @@ def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
 
 @contextlib.contextmanager
 def evaluation_mode(modules):
-    """Switch off, inside `with`, what modules do in training only, such as dropout, and the
+    """Switch off, inside `with`, effects of training mode, such as dropout, and the
     deterministic algorithms that training asks torch for.
 
     Decoding is repeatable without them, and with them a GPU sorts the indices of index_copy_().

@@ -140,7 +140,7 @@ def distribute(model, cfg, device):
     model.to(device)
     if dist.is_initialized():
         ids = [device.index] if device.type == "cuda" else None
-        # gradients are views of what is communicated, or each would exist twice
+        # gradients are views of the communicated buffers, or each would exist twice
         ddp = torch.nn.parallel.DistributedDataParallel
         forward = ddp(forward, device_ids=ids, gradient_as_bucket_view=True)
     return forward
@@ -378,7 +378,7 @@ def tokens_to_heads(x, N):
 
 
 def heads_to_tokens(y, N):
-    """(B, H / N, T, ...) -> (B, H, T / N, ...): what tokens_to_heads() does, undone."""
+    """(B, H / N, T, ...) -> (B, H, T / N, ...): the inverse of tokens_to_heads()."""
     received = _all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, ...)
     return received.transpose(0, 1).flatten(1, 2)
 

@@ -1,4 +1,4 @@
-"""What a run prints: what is trained, its progress, its log, and a sample at the end."""
+"""The output of a run: a header, its progress, its log, and a sample at the end."""
 
 import importlib.util
 import math
@@ -25,7 +25,7 @@ def bar(items, what):
     return tqdm(items, what, leave=False, disable=hidden)
 
 
-class Progress:
+class RunLog:
     """The log of a run, its progress bar and its speed; in the first process."""
 
     def __init__(self, batches, state):
@@ -75,7 +75,7 @@ class Progress:
             self.start_clock(state)
 
     def evaluation(self, state, metrics):
-        """Log and print what estimate_loss() has returned."""
+        """Log and print the results of estimate_loss()."""
         if self.rank == 0:
             self.log.write(state.step, **metrics)
             texts = [f"validation loss {metrics['val_loss']:.4f} nats per token"]
@@ -103,7 +103,7 @@ def say(text):
 
 
 def print_header(batches, state):
-    """Print what is about to be trained, and on what."""
+    """Print the model and the data of a training run."""
     rank, world = parallel.rank_and_world()
     if rank:
         return

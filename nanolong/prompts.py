@@ -17,7 +17,7 @@ from nanolong.errors import note, require
 @dataclass
 class Prompt:
     ids: list[int]
-    text: str  # what is printed of it
+    text: str  # the printed part
     end_ids: set[int]  # the tokens that end the text
 
 
@@ -102,20 +102,20 @@ class TextStream:
             self.held = ""
             self.decoder.reset()
             return held[: min(found)]
-        # hold back what may be the beginning of one of the texts
+        # hold back text that may begin one of the stop texts
         n = max(0, len(held) + 1 - max(map(len, self.end_texts), default=1))
         self.held = held[n:]
         return held[:n]
 
     def flush(self) -> str:
-        """Return what is held back: no id follows."""
+        """Return the text that was held back: no id follows."""
         text = self.held + self.decoder.decode(b"", final=True)
         self.held = ""
         return text
 
 
 def continue_texts(cfg, model, tokenizer, texts, compiled):
-    """Yield what each text of a batch gains at each step: the prompt, and then the new text.
+    """Yield the new text of each row of a batch at each step: the prompt, and then the new text.
 
     texts: pairs of a prompt and a seed.
     """

@@ -52,7 +52,7 @@ class Meta:
     tokens: int = 0  # seen in training, without pretraining_tokens
     loss_scale: float = 1.0  # of float16
     good_steps: int = 0  # of float16: steps since one overflowed
-    kernels: str = ""  # what computed attention, in words
+    kernels: str = ""  # implementation of attention, in words
     optimizer_numbers: list = field(default_factory=list)  # keys in optim.safetensors
     # the text
     dataset: str | None = None  # its name, or a mixture as of --dataset; a stream has none
@@ -326,7 +326,7 @@ def check_same(model, cfg, dataset):
 
 
 def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
-    """Do what GPT.load() promises. Raises UserError that names the file and a way out."""
+    """Implement GPT.load(). Raises UserError that names the file and a way out."""
     folder = find_checkpoint(path, best)
     meta = read_meta(folder)
     settings = meta.pop("config")
@@ -405,7 +405,7 @@ def parameters_not_stored(model):
 
 
 def load_optimizers(model, optimizers, cfg, folder):
-    """Put back what optim.safetensors holds. Raises UserError if it is another optimizer's."""
+    """Restore the state in optim.safetensors. Raises UserError if it is another optimizer's."""
     meta = read_meta(folder)
     tensors = read_tensors(folder, "optim", meta)
     for name, p in parameters_not_stored(model).items():
@@ -496,7 +496,7 @@ class Log:
         kept = "".join(to_json(row) + "\n" for row in rows if row["step"] <= step)
         file = self.folder / "log.jsonl"
         replace_text(file, kept)
-        # unbuffered: what a full disk has refused would be written again when the file is closed
+        # unbuffered: a row that a full disk has refused would be written again on closing
         self.file = open(file, "ab", buffering=0)
         if wandb:
             import wandb as package

@@ -105,7 +105,7 @@ NUMBERS = "numbers of runs (with another than the first arm's there are no diffe
 
 
 def training_facts(model):
-    """Return what must be equal between checkpoints for a comparison of something else."""
+    """Return the properties that must be equal between checkpoints, to compare anything else."""
     meta = model.meta
     # the name of the parent's step folder says how far it was trained
     parent = re.search(r"step-(\d+)$", meta.get("parent") or "")
@@ -133,7 +133,7 @@ def describe_unequal(models, arms):
                 unfinished.append(f"{run} ({meta['step']:,} of {last_step:,} steps)")
         facts.setdefault(NUMBERS, {}).setdefault(str(len(runs)), []).append(arm)
     sentences = []
-    # what is equal needs no sentence
+    # equal properties need no sentence
     for what, found in facts.items():
         sides = [f"{value} ({', '.join(dict.fromkeys(of))})" for value, of in found.items()]
         if len(sides) > 1:

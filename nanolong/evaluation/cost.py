@@ -40,7 +40,7 @@ def measure_cost(record, model, dtype):
         cache = inference.KVCache(length)
         time_pass(model, tokens[:, :-n_decoded], cache, device)
         last = tokens[:, -n_decoded:].split(1, 1)
-        # the first step makes what the others find
+        # the first step fills caches for the others
         steps = [time_pass(model, token, cache, device) for token in last][1:]
     n_bytes = sum(x.nbytes for x in (*cache.keys.values(), *cache.values.values()))
     found = {"prefill_seconds": min(prefills), "tokens_per_second": len(steps) / sum(steps)}

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 # With fewer sequences or prompts than this their spread says too little.
 MIN_SAMPLES = 5
-MIN_SEEDS = 2  # each is a training run: few are usual, and Student's t says what that costs
+MIN_SEEDS = 2  # each is a training run: few are usual, and Student's t makes their intervals wide
 
 Z = NormalDist().inv_cdf(0.975)
 T_TABLE = {1: 12.706, 2: 4.303, 3: 3.182}  # where the expansion below is not exact enough

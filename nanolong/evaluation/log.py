@@ -24,8 +24,8 @@ class Cell:
     """What is measured at once, of one checkpoint at one length: one record or several."""
 
     records: list  # without what find() adds; JSON values
-    find: Callable  # returns the records with what was measured; may raise UserError
-    settings: list = field(default_factory=list)  # what else it depends on; JSON values
+    find: Callable  # returns the records with their measurements; may raise UserError
+    settings: list = field(default_factory=list)  # further settings that it depends on; JSON values
 
     def measure(self):
         """Return the records; if they cannot be measured, they have "refused" with the reason."""
@@ -97,7 +97,7 @@ def write_lines(file, records):
     lines = ",\n".join(to_json(record) for record in records)
     text = f"[\n{lines}\n]\n"
     if file.is_file() or not file.exists():
-        replace_text(file.resolve(), text)  # of a link, what it leads to
+        replace_text(file.resolve(), text)  # the target of a link
     else:
         file.write_text(text, encoding="utf-8")
 

@@ -43,7 +43,7 @@ def place_sequences(protocol, length, start, stop, stride, lengths):
     first_end = start + length
     if protocol == "sliding":
         step = min(stride, length)
-        first_end = max(length, start + step)  # what comes before `start` is context, too
+        first_end = max(length, start + step)  # tokens before `start` are context, too
     ends = [start, *range(first_end, stop, step), stop]
     return [(end - length, length - (end - previous_end)) for previous_end, end in pairwise(ends)]
 
@@ -57,7 +57,7 @@ def find_spans(split, lengths, max_tokens):
     masks: its sequences are documents.
     """
     problem = (
-        f"{split.masked_file} has a mask of scored targets, and what is scored is running text"
+        f"{split.masked_file} has a mask of scored targets, and this protocol scores running text"
     )
     require(not split.masked_file, f"{problem}: give --text=FILE, or a --dataset without masks")
     sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]

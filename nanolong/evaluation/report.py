@@ -48,7 +48,7 @@ def write_report(file, facts, lengths, records, texts, unequal, source):
 
     facts: checkpoint -> what describe_checkpoint() returns. lengths: the original context lengths.
     texts: checkpoint -> what scoring.text_losses() returns; {} for none. unequal: sentences that
-    say what differs between checkpoints. source: what was measured with which code, where.
+    say how checkpoints differ. source: data, code and machine of the measurements.
     """
     labels = next(iter(facts.values()))
     rows = [[label, *(of_one[label] for of_one in facts.values())] for label in labels]
@@ -78,5 +78,5 @@ def write_report(file, facts, lengths, records, texts, unequal, source):
             body += f'<section id="section{i}"><h2>{heading}</h2>\n{content}</section>\n'
     title = escape(", ".join(tables.unique(records, "checkpoint")))
     page = PAGE.substitute(title=title, source=escape(source), links=links, sections=body)
-    # names of files may hold what UTF-8 cannot
+    # names of files may hold bytes that UTF-8 cannot
     Path(file).write_text(page, encoding="utf-8", errors="replace")

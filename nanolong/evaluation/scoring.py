@@ -101,7 +101,7 @@ def note_changed_data(folder, meta, dataset):
     if was_trained_on and dataset.hash not in hashes:
         note(
             f"dataset {dataset.name} is now {dataset.hash}, and {folder} was trained on "
-            f"{', '.join(hashes)}: the model may have seen in training what is scored here"
+            f"{', '.join(hashes)}: the model may have seen the scored text in training"
         )
 
 
@@ -157,7 +157,7 @@ def score(blank, model, text, cfg):
     placement = (first["protocol"], first.get("stride"), cfg.lengths)
     sequences = loss.find_sequences(text.val, length, cfg.max_tokens, *placement)
     dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-    # what is read is hashed, not a description of it: one vocabulary may split text in two ways
+    # the tokens are hashed, not their description: one vocabulary may split text in two ways
     ids = hashlib.sha256(text.hash.encode())
     cells = [(record, *part) for record in blank for part in parts_of(record["protocol"], length)]
     rows = [[] for _ in cells]  # of each sequence its summed loss, tokens and bytes
@@ -182,7 +182,7 @@ def parts_of(protocol, length):
 
 
 def make_record(blank, start, end, by_sequence, ids):
-    """Add to a blank record the mean of the losses of sequences, and what it is of."""
+    """Add to a blank record the mean of the losses of sequences, and its origin."""
     sums, tokens, *n_bytes = zip(*by_sequence, strict=True)
     found = intervals.ratio_interval(sums, tokens)
     record = {**blank, "loss": found.pop("mean"), **found, "tokens": sum(tokens)}

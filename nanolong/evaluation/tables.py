@@ -36,7 +36,7 @@ class Table:
         return "\n".join([self.title, *text, *self.notes])
 
     def markdown(self):
-        """The table alone: what stands around it is the caller's."""
+        """The table alone, without a heading or notes."""
         rows = [self.header, ["---"] * len(self.header), *self.rows]
         return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
@@ -105,7 +105,7 @@ def cell(record, measure):
         text = intervals.format_interval(record, key="loss")
     else:
         text = intervals.format_interval(record[measure], 2)
-    # an asterisk stands where the difference is measured, and not at what goes with it
+    # an asterisk stands at the measured difference, and not at numbers derived from it
     is_compared = measure in ("loss", "nats") and "difference" in record
     return text + ("*" if is_compared and intervals.excludes_zero(record["difference"]) else "")
 
@@ -136,7 +136,7 @@ def grid(title, records, measures):
 def tables_of(records, unequal=()):
     """Return the tables of all records; for `position`, one of the longest sequences.
 
-    unequal: sentences that say what differs between checkpoints besides what is compared. They
+    unequal: sentences that say how checkpoints differ, besides in what is compared. They
     stand below each table in which an asterisk says that checkpoints differ.
     """
     tables = []
@@ -148,7 +148,7 @@ def tables_of(records, unequal=()):
     costs = select(records, task="cost")
     if costs:
         tables.append(grid("cost of one text", costs, COSTS))
-    # an asterisk and what it does not say are never apart
+    # an asterisk and its reservations are never apart
     for table in tables:
         cells = [str(cell) for row in table.rows for cell in row[1:]]
         if any(cell.endswith("*") for cell in cells):

@@ -105,7 +105,7 @@ def fold_gpt2(stored, c):
 def read_settings(c, family, stored):
     """Return the settings of GPTConfig for a config; a model has the biases that are stored."""
     fields = FIELDS | family.fields
-    # what a family always has, then what its config says
+    # the settings of the family, then those in its config
     settings = {ours: choices[0] for ours, choices in family.has.items()}
     for ours, theirs in fields.items():
         value = getattr(c, theirs, None) if theirs else None
@@ -192,7 +192,7 @@ def choose_family(model, allowed, reader):
     """Return the model_type of the first family that a model is; the family of its import is first.
 
     allowed: model_type -> Family; reader: the program that has these. Raises UserError with the
-    nearest family, and what it would need.
+    nearest family, and the settings that it would need.
     """
     imported = model.meta.get("family")
     found = {}
@@ -210,7 +210,7 @@ def choose_family(model, allowed, reader):
 
 
 def find_obstacles(model, name, family):
-    """Return what a model has and a family has not: the setting -> that which it would need."""
+    """Return the settings of a model that a family lacks: setting -> the value it would need."""
     config = model.config
     fields = [x for x in dataclasses.fields(config) if x.name not in FREE]
     allowed = {x.name: (x.default,) for x in fields} | family.has

@@ -76,13 +76,13 @@ class Family:
     partial: bool = False  # rotates a part of each head
     by_kind: bool = False  # layers with and without a window have RoPE parameters of their own
     rope_types: tuple = ()  # if not all
-    embed_scale: Callable = lambda config: 1.0  # GPTConfig -> what it has to be
+    embed_scale: Callable = lambda config: 1.0  # GPTConfig -> the required value
     read: Callable = lambda c: {}  # config -> more of our settings
     write: Callable = lambda config: {}  # GPTConfig -> more fields
 
 
 def table(text):
-    """Return a table of tensors from words theirs=ours; + joins what is fused."""
+    """Return a table of tensors from words theirs=ours; + joins fused tensors."""
     pairs = [word.split("=") for word in text.split()]
     return {theirs: ours.replace("+", " ") for theirs, ours in pairs}
 

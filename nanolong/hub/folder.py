@@ -56,7 +56,7 @@ def find_folder(source):
 
 
 def read_folder(folder):
-    """Return the Source of a folder. Raises UserError for what is damaged or has no equivalent."""
+    """Return the Source of a folder. Raises UserError if it is damaged or has no equivalent."""
     require(
         not (folder / "adapter_config.json").exists(),
         f"{folder} holds an adapter (LoRA), which is a change of another model: merge it into that "

@@ -30,12 +30,12 @@ FIELDS = {
     "attention.sliding_window": "sliding_window",
     "vocab_size": "vocab_size",
 }
-# what else is read, or says what is known; any other value that is not 0 is refused
+# further keys that are read, or are known; any other value that is not 0 is refused
 OTHERS = ("rope.dimension_count", "attention.value_length", "rope.freq_base", "rope.scal")
-# what Llama 3.1 to 3.3 have; a file has only their table
+# the settings of Llama 3.1 to 3.3; a file has only their table
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
-# what divides RoPE's frequencies, in llama alone
+# divisors of RoPE's frequencies, in llama alone
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -51,7 +51,7 @@ def swap_pairs(x, name, arch, n, m):
 
 
 def read_gguf(file):
-    """Return the Source of a file. Raises UserError for what has no equivalent."""
+    """Return the Source of a file. Raises UserError for features without an equivalent."""
     with as_user_error(file):
         metadata, places = read_header(file)
         arch = metadata.get("general.architecture")
@@ -244,7 +244,7 @@ def write_rope(c, model):
 
 
 def write_gguf(file, model, c, tensors, store, tokenizer):
-    """Write what export_model() returned, and a tokenizer. store: a key of TYPES."""
+    """Write the result of export_model(), and a tokenizer. store: a key of TYPES."""
     arch, config = c.model_type, model.config
     rope, table = write_rope(c, model)
     writer = gguf.GGUFWriter(None, arch)

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from nanolong.errors import UserError
 from nanolong.hub.folder import Source
 
-# what makes a NumPy number of bytes, by the names that NumPy 1 and 2 give it
+# the function that makes a NumPy number of bytes, by its names in NumPy 1 and 2
 SCALAR = np.float64().__reduce__()[0]
 NUMBERS = [(SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
 NUMBERS += [np.dtype, *(type(np.dtype(name)) for name in ("f4", "f8", "i4", "i8"))]
@@ -50,7 +50,7 @@ def read_checkpoint(file):
             is_layer = name.startswith(("transformer.h.", "transformer.ln_f")) and x.dim()
             if is_layer and name.endswith(".weight") and bias not in stored:
                 tensors[bias] = x.new_zeros(len(x))
-    # what torch and a wrong kind of content raise
+    # errors of torch and of a wrong kind of content
     except Exception as error:
         # without the colours of torch
         reason = " ".join(re.sub(r"\x1b\[\d+m", "", str(error)).split())[:120]

@@ -20,7 +20,7 @@ OPTIONS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-# what some files say of the context length in tokens; the last: tokenizer_config.json
+# names of the context length in tokens in some files; the last: tokenizer_config.json
 LENGTHS = ("max_sequence_length", "model_max_length", "tokenizer_model_max_length")
 LENGTHS += ("length_of_tokenizer",)
 

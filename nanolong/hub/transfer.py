@@ -166,7 +166,7 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
         kind = by_kind(getattr(c, "rope_parameters", None))[0].get("rope_type", "none")
         length = model.config.block_size
         print(f"{target}: {c.model_type}, rope_type {kind}, {length} tokens, {store}")
-        # what was written is read again, but for matrices that a GGUF file has rounded
+        # the written file is read again, but for matrices that GGUF has rounded
         is_rounded = is_gguf and store != "float32"
         stored = tensors if is_rounded else found.tensors
         print_report(compare(model, load_theirs(found.c, stored)) if verify else [])

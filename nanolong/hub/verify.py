@@ -35,7 +35,7 @@ warnings.filterwarnings("ignore", module="transformers")
 
 @contextlib.contextmanager
 def as_user_error(source):
-    """Raise what a damaged file leads to in the libraries, any kind of error, as a UserError.
+    """Turn errors of the libraries about a damaged file, of any kind, into a UserError.
 
     A KeyError and the like may be a bug of ours, against which no other file helps.
     """
@@ -82,7 +82,7 @@ def load_theirs(c, tensors):
     options |= {"state_dict": tensors, "output_loading_info": True}
     options["ignore_mismatched_sizes"] = True  # they are named below
     theirs, info = type(empty).from_pretrained(None, **options)
-    # what is missing became random weights
+    # missing tensors became random weights
     wrong = [*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]]
     wrong = [name if isinstance(name, str) else name[0] for name in wrong]
     names = ", ".join(sorted(wrong)[:3])
@@ -96,7 +96,7 @@ def load_theirs(c, tensors):
 
 @torch.no_grad()
 def compare(model, theirs):
-    """Compare our model with transformers'; return what was compared, and the differences.
+    """Compare our model with transformers'; return the compared lengths, and the differences.
 
     Raises UserError for logits that differ.
     """

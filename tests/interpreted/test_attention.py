@@ -233,7 +233,7 @@ def test_visited_tiles_are_those_that_are_visible(mask, causal, BM, BN, rng, mon
         has_near = by_tile(near, False, False).any(-1)
         if of_keys:
             some, whole, has_near = some.mT, whole.mT, has_near.mT
-        found = flash.visited(*where, of_keys, some.device)[..., :10].unflatten(-1, (5, 2))
+        found = flash.tile_segments(*where, of_keys, some.device)[..., :10].unflatten(-1, (5, 2))
         at = torch.arange(some.shape[-1])
         segments = (at >= found[..., :1]) & (at < found[..., 1:])  # (., rows, 5, columns)
         assert (segments.sum(-2) <= 1).all()
@@ -381,13 +381,13 @@ def test_schemes_train_and_generate_with_the_kernels(pos, settings, make, rng, m
 def masks(monkeypatch):
     """A list that receives an item for each mask that is worked out from documents or positions."""
     found = []
-    visited = flash.visited
+    tile_segments = flash.tile_segments
 
-    def visited_and_counted(docs, positions, *where):
+    def counted(docs, positions, *where):
         found.append(where)
-        return visited(docs, positions, *where)
+        return tile_segments(docs, positions, *where)
 
-    monkeypatch.setattr(flash, "visited", visited_and_counted)
+    monkeypatch.setattr(flash, "tile_segments", counted)
     return found
 
 
