@@ -56,6 +56,8 @@ def ntk_parts(
 
     ramp="index" is linear in the index of the pair, its ends rounded outwards if truncate, as in
     YaRN's released code and in other software; ramp="paper" is linear in the number of rotations.
+    Between these ends MrRoPE (arXiv 2601.22181) divides frequencies by factor^e, where e is t / n
+    (ramp="geometric") or t (t + 1) / (n (n + 1)) (ramp="progressive") for pair t of n.
     """
     inv_freq, _ = none(base, rotary_dim, original_length, factor)
     if ramp == "paper":
@@ -69,7 +71,13 @@ def ntk_parts(
         low = max(low, 0)
         high = max(min(high, rotary_dim - 1), low)
         index = torch.arange(rotary_dim // 2, dtype=torch.float64)
-        keep = 1 - ((index - low) / (high - low or 0.001)).clamp(0, 1)
+        fraction = ((index - low) / (high - low or 0.001)).clamp(0, 1)
+        if ramp == "geometric":
+            return inv_freq / factor**fraction, 1.0
+        if ramp == "progressive":
+            n = high - low
+            return inv_freq / factor ** (fraction * (fraction * n + 1) / (n + 1)), 1.0
+        keep = 1 - fraction
     interpolated = inv_freq / factor
     return interpolated + keep * (inv_freq - interpolated), 1.0
 
@@ -188,15 +196,6 @@ def longrope(
     return inv_freq / torch.tensor(table, dtype=torch.float64), float(attention_factor)
 
 
-def resonance(base, rotary_dim, original_length, factor, of="yarn"):
-    """Resonance (Wang et al. 2024): another method's wavelengths, rounded to whole tokens."""
-    inv_freq, attention_factor = METHODS[of](base, rotary_dim, original_length, factor)
-    if factor == 1:
-        return inv_freq, attention_factor
-    wavelength = (2 * math.pi / inv_freq).round()
-    return 2 * math.pi / wavelength, attention_factor
-
-
 def drope(base, rotary_dim, original_length, factor, scale=1.0):
     """DroPE (Gelberg et al. 2025): no rotation; scores multiplied by scale. The model is fine-tuned
     at its original length and then used beyond it. Changes factor 1 too.
@@ -229,14 +228,12 @@ METHODS = {
     "ntk-frozen": ntk_frozen,
     "ntk-lceg": ntk_lceg,
     "longrope": longrope,
-    "resonance": resonance,
     "drope": drope,
     "lm-infinite": frequencies_of_lm_infinite,
     "self-extend": frequencies_of_self_extend,
 }
 OPTIONS = {name: list(inspect.signature(f).parameters)[4:] for name, f in METHODS.items()}
 EVALUATION_ONLY = ("lm-infinite", "self-extend")  # they replace attention: ATTENTION, below
-STATIC = ("none", "pi", "ntk", "ntk-parts", "yarn", "abf", "llama3")  # what resonance can round
 
 
 # -----------------------------------------------------------------------------
@@ -281,7 +278,7 @@ def check_frequencies(found, rotary_dim, name):
 
 
 # Options that are not a number above 0.
-CHOICES = {"ramp": ("index", "paper"), "truncate": (True, False), "of": STATIC}
+CHOICES = {"ramp": ("index", "paper", "geometric", "progressive"), "truncate": (True, False)}
 TABLES = ("long_factor", "short_factor")
 
 
@@ -317,6 +314,10 @@ def check_options(method, rotary_dim, original_length, factor, options):
     for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
         in_order = low not in given or given[low] < given[high]
         require(in_order, f"{low} must be below {high}: exchange them")
+    require(
+        given.get("truncate", True) or given["ramp"] not in ("geometric", "progressive"),
+        f"ramp={given.get('ramp')} needs whole ends: leave truncate=false out",
+    )
     require(
         method != "longrope" or factor == 1 or given["long_factor"] is not None,
         f"method 'longrope' needs a table of {n_pairs} numbers: give --options=FILE.json with "

@@ -1,4 +1,4 @@
-"""The 17 extension methods of RoPE from their papers: float64, one pair or one distance at a time.
+"""The 16 extension methods of RoPE from their papers: float64, one pair or one distance at a time.
 
 d rotated channels, L tokens of the original length, s the factor, k the index of a pair.
 """
@@ -19,7 +19,9 @@ def frequencies(method, base, d, L, s, length=None, **options):
     m = 1.0
     if method in ("pi", "dynamic-pi"):
         f = [x / s for x in f]
-    if method in ("ntk-parts", "yarn", "dynamic-yarn", "llama3"):
+    if options.get("ramp") in ("geometric", "progressive"):
+        f = mrrope(f, base, d, L, s, options)
+    elif method in ("ntk-parts", "yarn", "dynamic-yarn", "llama3"):
         kept = kept_fractions(method, f, base, d, L, options)
         f = [x * (a + (1 - a) / s) for x, a in zip(f, kept, strict=True)]
     if method in ("yarn", "dynamic-yarn"):
@@ -29,9 +31,6 @@ def frequencies(method, base, d, L, s, length=None, **options):
         table = options["short_factor" if is_short else "long_factor"]
         f = [x / divisor for x, divisor in zip(f, table, strict=True)]
         m = options.get("attention_factor") or math.sqrt(1 + math.log(s) / math.log(L))
-    if method == "resonance":
-        found, m = frequencies(options.get("of", "yarn"), base, d, L, s)
-        f = [2 * math.pi / round(2 * math.pi / x) for x in found.tolist()]
     if method == "drope":
         f = [0.0] * len(f)
         m = math.sqrt(options.get("scale", 1.0))  # of queries and of keys
@@ -84,6 +83,28 @@ def kept_fractions(method, f, base, d, L, options):
     high = max(min(high, d - 1), low)
     width = high - low or 0.001
     return [1 - min(1, max(0, (k - low) / width)) for k in range(d // 2)]
+
+
+def mrrope(f, base, d, L, s, options):
+    """MrRoPE (2601.22181): the pairs from lo to hi are divided by a radix that is the same at each
+    step (Uni, geometric), or grows with the step (Pro, progressive).
+    """
+    lo, hi = (
+        d * math.log(L / (2 * math.pi * options.get(name, default))) / (2 * math.log(base))
+        for name, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
+    lo = max(math.floor(lo), 0)
+    hi = max(min(math.ceil(hi), d - 1), lo)
+    found = []
+    for i, x in enumerate(f):
+        divisor = 1.0
+        n = hi - lo
+        # the product of a radix for each pair that is passed
+        for step in range(1, min(i - lo, n) + 1):
+            weight = 1 / n if options["ramp"] == "geometric" else 2 * step / (n * (n + 1))
+            divisor *= s**weight
+        found.append(x / (s if i > hi else divisor))
+    return found
 
 
 def distance(method, i, j, L, s, sinks=10, window=None, group=None):

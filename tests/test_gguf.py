@@ -205,7 +205,7 @@ EXPORTS = {
     # its longest wavelengths are beyond the 64 tokens, so that other betas are other frequencies
     "yarn, paper's ramp": ({}, ("yarn", {"ramp": "paper"}), "llama", "longrope"),
     "llama3": ({}, ("llama3", {}), "llama", "llama3"),
-    "resonance": ({}, ("resonance", {}), "llama", "longrope"),
+    "MrRoPE": ({}, ("yarn", {"ramp": "progressive"}), "llama", "longrope"),
 }
 
 

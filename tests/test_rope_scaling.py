@@ -77,13 +77,18 @@ SIZES = [  # base, rotary_dim, original_length, factor
 BETAS = {"beta_fast": 16.0, "beta_slow": 2.0}
 BASIS = {"low_freq_factor": 2.0, "high_freq_factor": 5.0}
 VARIANTS = {  # options other than the defaults
-    "ntk-parts": [BETAS, {"ramp": "paper", **BETAS}],
-    "yarn": [{"truncate": False}, {"attention_factor": 0.7}, {"ramp": "paper"}],
+    "ntk-parts": [BETAS, {"ramp": "paper", **BETAS}, {"ramp": "progressive"}],
+    "yarn": [
+        {"truncate": False},
+        {"attention_factor": 0.7},
+        {"ramp": "paper"},
+        {"ramp": "geometric", **BETAS},
+        {"ramp": "progressive"},
+    ],
     "abf": [{"new_base": 7e5}],
     "llama3": [BASIS],
     "ntk-frozen": [{"multiplier": 3.0}],
     "ntk-lceg": [{"multiplier": 1.5}],
-    "resonance": [{"of": "pi"}, {"of": "ntk"}],
     "drope": [{"scale": 1.44}],
 }
 
