@@ -70,6 +70,10 @@ class Attention(nn.Module):
         self.k = Linear(n_embd, n_kv, bias=qkv_bias)
         self.v = Linear(n_embd, n_kv, bias=qkv_bias)
         self.o = Linear(n_q, n_embd, bias=config.bias == "all")
+        self.gate = None
+        if config.output_gate != "none":
+            n_gates = config.n_head if config.output_gate == "head" else n_q
+            self.gate = Linear(n_embd, n_gates, bias=False)
         if config.qk_norm != "none":  # over the channels of a head, or of all heads
             is_by_head = config.qk_norm == "head"
             self.q_norm = RMSNorm(D if is_by_head else n_q, config.norm_eps)
@@ -111,8 +115,11 @@ class Attention(nn.Module):
             assert isinstance(attended, tuple), "attend() has to return the log-sum-exp, too"
             y, lse = attended
             y = (y * torch.sigmoid(lse - self.sink_scores[:, None])[..., None]).to(y.dtype)
+        y = y.transpose(1, 2)  # (B, T, H, D)
+        if self.gate is not None:  # one number for each head, or for each of its channels
+            y = y * self.gate(x).sigmoid().view(B, T, y.shape[2], -1).to(y.dtype)
         # Concatenate the heads and project back.
-        return self.o(y.transpose(1, 2).reshape(B, T, -1))
+        return self.o(y.reshape(B, T, -1))
 
     def scale_queries(self, q, t):
         """Multiply queries (B, H, T, D) by a factor of positions t, (1, T, 1) or (B, 1, T, 1)."""
@@ -185,6 +192,8 @@ class GPTConfig:
     # the first two have a gate; gelu: by tanh (GPT-2), gelu_exact: by erf (Pythia)
     mlp: Literal["swiglu", "geglu", "gelu", "gelu_exact"] = "swiglu"
     dropout: float = 0.0  # fraction of activations dropped in training
+    # multiply attention's outputs by sigmoid(W x), for each head or channel (Qiu et al. 2025)
+    output_gate: Literal["none", "head", "channel"] = "none"
     # [position]
     # the scheme: nope, learned, sinusoidal, shaw, nezha, xl, t5, alibi, kerple, kerple-power,
     # sandwich, rope, fox or fox-rope

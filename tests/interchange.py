@@ -240,6 +240,7 @@ DYNAMIC = ("dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen", *EVALUATIO
 REFUSED = {
     **{pos: ({"pos": pos}, None, "--pos=rope") for pos in ("alibi", "t5", "shaw", "learned")},
     **{method: ({}, (method, {}), f"method '{method}'") for method in DYNAMIC},
+    "output gate": ({"output_gate": "head"}, None, "--output_gate=none"),
     "sinks, QK-norm": ({"sink_scores": True, "qk_norm": "head"}, None, "--sink_scores=True"),
     "logn": ({"score_scale": "logn"}, None, "--score_scale=logn"),
     "Ministral 3 at 16": ({**LLAMA4, "score_scale_length": 16}, ("yarn", {}), "other logits"),

@@ -69,6 +69,8 @@ def cases():
     yield "qk norm of all heads", {"qk_norm": "all", "norm_position": "both", **both_kinds}, {}
     yield "hybrid yarn", both_kinds, {"extension": ("yarn", {})}
     yield "learned sinks", {"pos": "t5", "sink_scores": True, "n_kv_head": 2}, {}
+    yield "output gate", {"pos": "rope", "output_gate": "head", "n_kv_head": 2}, {}
+    yield "output gate by channel", {"pos": "fox", "output_gate": "channel"}, {"docs": True}
     logn = {"score_scale": "logn", "score_scale_length": 8, "n_kv_head": 2}
     yield "logn", {"pos": "alibi", **logn}, {"docs": True}
     llama4 = {"score_scale": "llama4", "score_scale_length": 8, "random_positions": 80}

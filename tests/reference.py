@@ -257,6 +257,10 @@ def attention(model, w, name, h, layer, pos, docs, maps):
     y = p @ v
     if values is not None:
         y = y + torch.einsum("bhij,hijd->bhid", p, values.expand(c.n_head, T, T, D))
+    if c.output_gate != "none":
+        gates = 1 / (1 + (-(h @ w[f"{name}.gate.weight"].T)).exp())  # (B, T, H or H D)
+        width = D if c.output_gate == "head" else 1
+        y = y * gates.repeat_interleave(width, -1).unflatten(-1, (-1, D)).transpose(1, 2)
     return linear(y.transpose(1, 2).flatten(2), w, f"{name}.o")
 
 
