@@ -34,10 +34,11 @@ compared by the differences of their runs in this order.
 --task=needle hides a value in filler text, at a depth from 0 (the start) to 1 (the end), and asks
 for it at the end of the prompt. --task=ruler does so for tasks after RULER (2404.06654):
 one value (niah), one of several (multikey), all names of a value (vt), the words that are frequent
-in a list (fwe). An answer is right if each of its tokens has the highest probability given those
-before it (teacher forcing). Its loss, and what the needles save of it against the same prompt
-without them (the gain), separate models that are never right. Prompts depend on the seed, the task
-and the length only. Small models know their format only from training on a dataset of
+in a list (fwe), the n-th or the last of several values of one key (nth, last), which only their
+order tells. An answer is right if each of its tokens has the highest probability given those before
+it (teacher forcing). Its loss, and its difference to the loss of the same prompt without needles
+(the gain), separate models that are never right. Prompts depend on the seed, the task and the
+length only. Small models know their format only from training on a dataset of
 data/prepare.py --task=niah:1.
 Scores are not those that are published for RULER.
 """
@@ -69,7 +70,7 @@ from nanolong.evaluation import (
 
 Task = Literal["loss", "needle", "ruler"]
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
-RulerTask = Literal["niah", "multikey", "vt", "fwe"]
+RulerTask = Literal["niah", "multikey", "vt", "fwe", "nth", "last"]
 
 
 @dataclass
@@ -94,7 +95,8 @@ class EvaluateConfig:
     text: str = ""  # score this text file, in the tokens of each checkpoint, and no dataset
     # [needle, ruler]
     depths: int = 5  # needle: number of depths, from the start to the end
-    ruler: tuple[RulerTask, ...] = ("niah", "multikey", "vt", "fwe")  # ruler: the tasks
+    # ruler: the tasks
+    ruler: tuple[RulerTask, ...] = ("niah", "multikey", "vt", "fwe", "nth", "last")
     # prompts for each length and depth, or each length and task; 0: 64, of ruler 20
     trials: int = 0
     # [output]

@@ -46,7 +46,7 @@ class PrepareConfig:
     val_fraction: float = 0.1
     shards: int = 10  # fineweb10B: training shards to download, of 100M tokens and 200 MB each
     # [task]
-    # make documents of these kinds, with relative frequencies: niah, multikey, vt and fwe
+    # make documents of these kinds, with relative frequencies: niah, multikey, vt, fwe, nth, last
     task: tuple[str, ...] = ()
     length: int = 256  # the most tokens of a document, and so the sequences to train on
     documents: int = 25_000  # documents for training

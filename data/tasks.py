@@ -5,6 +5,8 @@
     vt        a chain of variables, each assigned from the one before; asked for their names
     fwe       a list whose k-th most frequent word occurs in proportion to 1 / k^2; asked for the
               three most frequent words, the most frequent first
+    nth       one key with several values; asked for the first, second, ... of them
+    last      one key with several values; asked for the last of them
 
 A document is a haystack of units (words or sentences) with needles among them, a question and the
 answer. Each of these parts is encoded alone, so that its length is the sum of theirs. Vocabularies
@@ -22,9 +24,10 @@ import numpy as np
 
 from nanolong.errors import UserError, require
 
-KINDS = ("niah", "multikey", "vt", "fwe")
+KINDS = ("niah", "multikey", "vt", "fwe", "nth", "last")
 FIRST_SAMPLES = {"train": 1 << 32, "val": 1 << 33}  # of datasets
-SEVERAL = {"small": 3, "large": 4}  # keys of multikey, variables of vt
+SEVERAL = {"small": 3, "large": 4}  # keys of multikey, variables of vt, values of nth and last
+ORDINALS = ("1st", "2nd", "3rd", "4th")
 ANSWERS = 3  # words that fwe asks for
 LEAST_WORDS = 25  # of fwe: of fewer the third is not more frequent than the fourth
 
@@ -49,8 +52,13 @@ DIGITS = {"small": 3, "large": 7}  # of values
 # of each kind a needle and the question; every part begins with a space
 SMALL = (" {} is {}.", " ? {} is")
 CODE = " Question: which code does {0} have? Answer: the code of {0} is"
+ORDERED = " Question: what is the {1} code of {0}? Answer: the {1} code of {0} is"
 TEXTS = {
-    "small": {"niah": SMALL, "multikey": SMALL, "vt": SMALL, "fwe": ("", " ? most")},
+    "small": {
+        **dict.fromkeys(("niah", "multikey", "vt"), SMALL),
+        **dict.fromkeys(("nth", "last"), (SMALL[0], " ? {1} {0} is")),
+        "fwe": ("", " ? most"),
+    },
     "large": {
         "niah": (" The code of {} is {}.", CODE),
         "multikey": (" The code of {} is {}.", CODE),
@@ -58,6 +66,7 @@ TEXTS = {
             " VAR {} = {}.",
             " Question: which variables have the value {}? Answer: the variables are",
         ),
+        **dict.fromkeys(("nth", "last"), (" The code of {} is {}.", ORDERED)),
         "fwe": ("", " Question: which three words are the most frequent? Answer: the words are"),
     },
 }
@@ -105,6 +114,8 @@ def make_task(kind, size, rng, depth):
         # a variable is assigned before another is assigned from it
         depths.sort()
         values = [values[0], *words]
+    elif kind in ("nth", "last"):
+        return make_ordered_task(kind, size, rng, words[0], values, depths)
     elif depth is not None:
         depths[0] = depth
     needles = [(depths[i], needle.format(words[i], values[i])) for i in range(several)]
@@ -113,6 +124,19 @@ def make_task(kind, size, rng, depth):
         return Task(FILLER[size], needles, several, question.format(values[0]), answer)
     kept = needles if kind == "multikey" else needles[:1]
     return Task(FILLER[size], kept, 1, question.format(words[0]), values[0])
+
+
+def make_ordered_task(kind, size, rng, key, values, depths):
+    """Make a task that only the order of the values answers."""
+    depths.sort()
+    needle, question = TEXTS[size][kind]
+    needles = [(depths[i], needle.format(key, value)) for i, value in enumerate(values)]
+    asked = len(values) - 1
+    which = "last"
+    if kind == "nth":
+        asked = int(rng.integers(len(values)))
+        which = ORDINALS[asked]
+    return Task(FILLER[size], needles, len(needles), question.format(key, which), values[asked])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -59,6 +59,7 @@ import torch
 
 import data
 from data import prepare_missing
+from data.tasks import KINDS
 from experiments.board import (
     Board,
     as_list,
@@ -225,7 +226,7 @@ def measures_of(flags):
     if task == "needle":
         names = [f"needle {number / 4:g}" for number in range(5)] + ["needle", "needle control"]
     elif task == "ruler":
-        kinds = given.get("--ruler", "niah,multikey,vt,fwe").split(",")
+        kinds = given.get("--ruler", ",".join(KINDS)).split(",")
         names = [f"{kind} {field}" for kind in kinds for field in ("accuracy", "nats", "gain")]
     else:
         names = given.get("--protocol", "chunked,last-quarter,token-aligned").split(",")

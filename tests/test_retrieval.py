@@ -63,7 +63,7 @@ def test_a_model_that_knows_the_answers_scores_one_and_another_zero(
     """Nats are exact: each byte of an answer has the probability or, without needles, 1/257."""
     monkeypatch.setattr(retrieval, "BATCH_TOKENS", 700)  # of 6 prompts 5 or 3 are a batch
     blank = [record for cell in plan(Oracle([]), task) for record in cell.records]
-    assert len(blank) == len(LENGTHS) * (3 if task == "needle" else 4)
+    assert len(blank) == len(LENGTHS) * (3 if task == "needle" else 6)
     model = Oracle(blank, probability)
     for record in [record for cell in plan(model, task) for record in cell.measure()]:
         sizes = []
@@ -79,7 +79,7 @@ def test_a_model_that_knows_the_answers_scores_one_and_another_zero(
         assert record["accuracy"] == intervals.fraction_interval([bool(accuracy)] * 6)
         assert record["control"]["mean"] == 0
     # without its needle a prompt is the same at every depth, and asked once
-    assert len(model.prompts) == len(LENGTHS) * 6 * (3 + 1 if task == "needle" else 4 + 4)
+    assert len(model.prompts) == len(LENGTHS) * 6 * (3 + 1 if task == "needle" else 6 + 6)
     assert len(set(model.prompts)) == len(model.prompts)
 
 

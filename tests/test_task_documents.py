@@ -24,18 +24,23 @@ bpe = functools.partial(trained_bpe, 2000)
 
 def solve(text):
     """Return the answer that follows from a text and its question, or None."""
-    small = re.fullmatch(r"(.*) \? (?:(\S+) is|most)", text)
+    small = re.fullmatch(r"(.*) \? (?:(.+) is|most)", text)
     large = re.fullmatch(r"(.*) Question: (.*)\? Answer: .*", text)
     body, question = (small or large).groups()
     if question is None or "most frequent" in question:
         counts = Counter(body.split()).most_common(4)
         are_different = len({n for _, n in counts}) == 4
         return " ".join(word for word, _ in counts[:3]) if are_different else None
+    facts = re.findall(r"(?:The code of|VAR)? (\S+) (?:is|=) (\S+)\.", body)
+    in_order = re.fullmatch(r"(?:what is the )?(last|\d)\w* (?:code of )?(\S+)", question)
+    if in_order:
+        values = [value for key, value in facts if key == in_order[2]]
+        place = len(values) if in_order[1] == "last" else int(in_order[1])
+        return values[place - 1] if place <= len(values) > 1 else None
     asked = question
     if large:
         asked = re.search(r"code does (\S+) have|the value (\S+)", question)
         asked = asked[1] or asked[2]
-    facts = re.findall(r"(?:The code of|VAR)? (\S+) (?:is|=) (\S+)\.", body)
     if not asked.isdigit():
         values = [value for key, value in facts if key == asked]
         return values[0] if len(values) == 1 else None
