@@ -76,6 +76,7 @@ class TrainConfig:
     seed: int = 1337  # random seed of the initial weights, the batches and dropout
 
     def __post_init__(self):
+        settings.check(self)
         counts = ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval")
         for name in (*counts, "sequence_parallel"):
             require(getattr(self, name) >= 1, f"--{name} must be at least 1")
@@ -167,6 +168,7 @@ class Batches:
         parts = self.dataset.batch(
             first, cfg.batch_size, self.train_length, cfg.seed, self.max_position
         )
+        data.check_batch(parts, (cfg.batch_size, self.train_length), type(self.dataset).__name__)
         x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
         if pos is None:
             pos = data.random_positions(self.model.config, len(x), self.train_length, seed)

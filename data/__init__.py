@@ -16,6 +16,7 @@ from data.dataset import (
     Split,
     Stream,
     Text,
+    check_batch,
     find_documents,
     open_dataset,
     random_positions,

@@ -59,6 +59,16 @@ class Stream(Protocol):
 # Sequences of a split
 
 
+def check_batch(parts, shape, name):
+    """Raise UserError unless these can be what Stream.batch() returns; name: the stream's class."""
+    problem = f"{name}.batch() must return inputs, targets, positions or None, documents or None"
+    fits = isinstance(parts, tuple | list) and len(parts) == 4
+    require(fits, f"{problem}: return these four")
+    for array in [*parts[:2], *(part for part in parts[2:] if part is not None)]:
+        fits = isinstance(array, np.ndarray) and (array.shape, array.dtype) == (shape, np.int64)
+        require(fits, f"{problem}, NumPy arrays {shape} of int64: return an array of this shape")
+
+
 class Split:
     """The token files of training or validation, cut into sequences that do not overlap.
 
@@ -535,5 +545,7 @@ class Mixture(Dataset):
         if all(bits):
             sizes = self.weigh(a / b for a, b in zip(losses, bits, strict=True))
             combined["val_bits_per_byte"] = combined["val_loss"] / sizes
+        for name in found[0].keys() - {"val_loss", "val_bits_per_byte"}:
+            combined[name] = self.weigh(evaluation[name] for evaluation in found)
         names = [f"val_loss_{Path(source.name).name}" for source in self.sources]
         return combined | dict(zip(names, losses, strict=True))

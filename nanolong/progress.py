@@ -82,7 +82,8 @@ class RunLog:
             if "val_bits_per_byte" in metrics:
                 texts.append(f"{metrics['val_bits_per_byte']:.4f} bits per byte")
             for name, value in metrics.items():
-                if name.startswith("val_loss_"):  # of a dataset of a mixture
+                # the loss of a dataset of a mixture, or a number of your own
+                if name not in ("val_loss", "val_bits_per_byte"):
                     texts.append(f"{name.removeprefix('val_loss_')} {value:.4f}")
             say(f"step {state.step}: {', '.join(texts)}")
         self.start_clock(state)

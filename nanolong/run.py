@@ -316,6 +316,9 @@ def check_same(model, cfg, dataset):
     """Raise UserError if processes have other code, data, weights or settings, or if a run would be
     resumed on other data.
     """
+    is_loaded = cfg.init_from == "scratch" or hasattr(model, "folder")
+    problem = f"init_from={cfg.init_from!r}, and the model was not loaded from a checkpoint"
+    require(is_loaded, f"{problem}: pass GPT.load(FOLDER) to train(), or leave init_from out")
     same = not cfg.resumes or model.meta["data_hash"] in (None, dataset.hash)
     problem = f"{cfg.dataset or type(dataset).__name__} is not the data of {cfg.out_dir}"
     require(same, f"{problem}: give that, or --init_from=RUN")
@@ -444,6 +447,7 @@ def lock(folder):
     if parallel.rank_and_world()[0]:
         yield
         return
+    require(folder, "the run has no folder: give out_dir, as out_dir='out/NAME'")
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.parent / f".{folder.name}.lock"

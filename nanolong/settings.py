@@ -159,6 +159,15 @@ def convert(name, value, hints, where="the earlier run"):
     raise UserError(f"{where}: {name} must be {KINDS[kind]}")
 
 
+def check(config):
+    """Raise UserError for a number, word or switch of a dataclass that no command line takes."""
+    hints = typing.get_type_hints(type(config))
+    for name, kind in hints.items():
+        value = getattr(config, name)
+        if typing.get_origin(kind) is typing.Literal or kind in (bool, int, float):
+            convert(name, value, hints, type(config).__name__)
+
+
 def scripts_with(name):
     """The names of the scripts that have a setting of their own by this name."""
     field = re.compile(rf"^    {re.escape(name)}: .* = ", re.MULTILINE)

@@ -149,3 +149,40 @@ def test_the_tokenizer_of_a_loaded_model_stays_with_it(text_data, tmp_path):
 
 def test_contributing_has_this_stream():
     assert inspect.getsource(Counting) in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (lambda parts: parts[:2], "return these four"),
+        (lambda parts: (parts[0][:1], *parts[1:]), r"arrays \(2, 16\) of int64"),
+        (lambda parts: (parts[0][:, :-1], *parts[1:]), r"arrays \(2, 16\) of int64"),
+        (lambda parts: (parts[0].astype(np.uint16), *parts[1:]), r"arrays \(2, 16\) of int64"),
+        (lambda parts: (*parts[:3], parts[0][0]), r"arrays \(2, 16\) of int64"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused_by_name(wrong, words):
+    x = np.zeros((2, 16), np.int64)
+    data.check_batch((x, x, None, None), (2, 16), "Mine")
+    with pytest.raises(UserError, match=f"Mine.batch.*{words}"):
+        data.check_batch(wrong((x, x, None, None)), (2, 16), "Mine")
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"optimizer": "lyon"}, "optimizer is one of"),
+        ({"lr_schedule": "cosin"}, "lr_schedule is one of"),
+        ({"learning_rate": -1.0}, "learning_rate must be a number from 0 on"),
+        ({"out_dir": ""}, "has no folder: give out_dir"),
+        ({"init_from": "scrach"}, "init_from='scrach', and the model was not loaded"),
+        ({"init_from": "resume"}, "init_from='resume', and the model was not loaded"),
+    ],
+)
+def test_python_is_refused_what_the_command_line_is(settings, words, tmp_path):
+    """Of a fresh model; nothing is written but a lock."""
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16))
+    with pytest.raises(UserError, match=words):
+        cfg = train.TrainConfig(**{**SMALLEST, "out_dir": str(tmp_path / "run"), **settings})
+        train.train(model, cfg, dataset=Counting())
+    assert [file.name for file in tmp_path.iterdir()] in ([], [".run.lock"])
