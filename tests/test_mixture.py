@@ -203,7 +203,7 @@ def test_a_checkpoint_of_a_mixture_is_scored_on_one_dataset_and_extended_with_bo
     assert f"tokens of {short}" in done.stdout and "note:" not in done.stderr
     data.write_tokens(short / "more_val.bin", [256, *b"OTHER TEXT " * 9], 257)
     done = assert_success(call(*words, f"--dataset={short}"))
-    assert "the model may have seen in training" in done.stderr + done.stdout
+    assert "the model may have seen the scored text" in done.stderr + done.stdout
 
 
 @torch.no_grad()
