@@ -5,6 +5,7 @@ generator.
 """
 
 import functools
+import itertools
 import re
 from collections import Counter
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from test_tokenizer import trained_bpe
 
 import data
-from data.tasks import KINDS, TooShort, least_length, make_document
+from data.tasks import KINDS, TooShort, least_length, make_document, make_documents
 from nanolong.errors import UserError
 
 BYTES = data.ByteTokenizer()
@@ -25,8 +26,8 @@ bpe = functools.partial(trained_bpe, 2000)
 def solve(text):
     """Return the answer that follows from a text and its question, or None."""
     small = re.fullmatch(r"(.*) \? (?:(.+) is|most)", text)
-    large = re.fullmatch(r"(.*) Question: (.*)\? Answer: .*", text)
-    body, question = (small or large).groups()
+    large = re.fullmatch(r"(.*) Question: (.*)\? Answer: (.*)", text)
+    body, question, *begun = (small or large).groups()
     if question is None or "most frequent" in question:
         counts = Counter(body.split()).most_common(4)
         are_different = len({n for _, n in counts}) == 4
@@ -34,6 +35,7 @@ def solve(text):
     facts = re.findall(r"(?:The code of|VAR)? (\S+) (?:is|=) (\S+)\.", body)
     in_order = re.fullmatch(r"(?:what is the )?(last|\d)\w* (?:code of )?(\S+)", question)
     if in_order:
+        assert not begun or question.replace("what is ", "") + " is" == begun[0]
         values = [value for key, value in facts if key == in_order[2]]
         place = len(values) if in_order[1] == "last" else int(in_order[1])
         return values[place - 1] if place <= len(values) > 1 else None
@@ -139,3 +141,20 @@ def test_a_vocabulary_that_cannot_write_documents_is_refused():
         make_document("niah", letters, 300, 1, 1)
     text, answer = read(letters, *make_document("fwe", letters, 300, 1, 1))
     assert " " + solve(text) == answer
+
+
+def test_datasets_have_lengths_up_to_the_most_and_documents_of_their_own():
+    """Training, validation and evaluation have none in common."""
+    n = 300
+    made = make_documents({"nth": 1.0}, BYTES, BYTES.bos, 130, {"train": n, "val": n})
+    documents = {"train": [], "val": []}
+    for split, ids, scored in made:
+        documents[split].append(bytes(ids[1:].tolist()))
+        assert scored.sum() == 4  # a space and three digits
+    sizes = [len(x) for x in documents["train"]]  # tokens of the inputs: the last is no input
+    assert max(sizes) == 130 and min(sizes) < 110
+    asked = [bytes(make_document("nth", BYTES, 130, 130, i)[0].tolist()) for i in range(n)]
+    facts = [{re.findall(rb" \w+ is \d+", x)[0] for x in part} for part in documents.values()]
+    facts.append({re.findall(rb" \w+ is \d+", x)[0] for x in asked})
+    for one, two in itertools.combinations(facts, 2):
+        assert len(one & two) < 0.05 * n  # by chance
