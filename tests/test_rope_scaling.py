@@ -127,7 +127,7 @@ def assert_close(found, expected, rel=5e-5):
     assert (found - expected).abs().max() < rel * expected.abs().max()
 
 
-@pytest.mark.parametrize("T", [5, 16, 17, 53, 200])
+@pytest.mark.parametrize("T", [5, 16, 17, 33, 53, 77, 200])
 @pytest.mark.parametrize(
     "method, options",
     [
@@ -135,12 +135,16 @@ def assert_close(found, expected, rel=5e-5):
         ("lm-infinite", {"sinks": 15}),
         ("self-extend", {"window": 5, "group": 3}),
         ("self-extend", {"window": 16, "group": 7}),
+        ("self-extend", {"window": 1}),
+        ("jet-long", {}),
+        ("jet-long", {"window": 1}),
+        ("jet-long", {"window": 7}),
     ],
     ids=str,
 )
 @torch.no_grad()
 def test_attention_is_that_by_distance_around_the_window(method, options, T, make):
-    """Of 16 tokens, extended to 48."""
+    """Of 16 tokens, extended to 48; the groups of Jet-Long are of 1, 2, 3, 4, 5 and 13 tokens."""
     model = build(make, {"block_size": 16}, method, 3, options).double()
     tokens = torch.randint(0, 50, (1, T))
     assert_close(model(tokens), reference.logits(model, tokens), 1e-6)
