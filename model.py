@@ -890,10 +890,11 @@ class RelativeVectors(NoPE):
 
 
 def attend_in_chunks(attend_chunk, q, k, v, terms, scale, length, mask):
-    """Attend a chunk of queries at a time: the output (B, H, Tq, D), the log-sum-exp (B, H, Tq).
+    """Attend a chunk of queries at a time. Returns what attend_chunk returns, of all queries.
 
-    attend_chunk: function of a chunk, which gets terms and mask as they are; the others: arguments
-    of kernels.attention().
+    attend_chunk: function of a chunk, which gets terms and mask as they are and returns a tuple:
+    the output (B, H, n, D), and perhaps the log-sum-exp; the others: arguments of
+    kernels.attention().
     """
     dtype = v.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -915,8 +916,8 @@ def attend_in_chunks(attend_chunk, q, k, v, terms, scale, length, mask):
             else:
                 part = attend_chunk(*arguments)
             parts.append(part)
-    y, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return y.to(dtype), lse
+    y, *lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return y.to(dtype), *lse
 
 
 def attend_chunk(q, k, v, vectors, scale, first, mask):
@@ -1174,7 +1175,8 @@ class RoPE(NoPE):
             plan["far"] = kernels.cos_sin(far.of_keys(pos) - pos, self.inv_freq)
         terms = far, self.inv_freq, plan["far"], docs is None and mask["positions"] is None
         options = mask["scale"], mask.get("length"), {"positions": pos, "docs": docs}
-        return attend_in_chunks(rope_scaling.attend_chunk, q, k, v, terms, *options)[0]
+        (y,) = attend_in_chunks(rope_scaling.attend_chunk, q, k, v, terms, *options)
+        return y
 
     def set_length(self, length):
         version = super().set_length(length)

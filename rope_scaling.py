@@ -404,7 +404,7 @@ def far_keys(method, original_length, factor, options):
 
 def attend_chunk(q, k, v, terms, scale, first, mask):
     """Attend from queries (B, H, n, D), from the index `first` on, to keys (B, Hk, m, D), both
-    rotated by plain RoPE: the output (B, H, n, D) and the log-sum-exp (B, H, n).
+    rotated by plain RoPE: a tuple of the output (B, H, n, D).
 
     terms: FarKeys; inverse frequencies; tables of all keys from kernels.cos_sin(), which rotate a
     key to where it seems to be; and whether positions are indices.
@@ -424,19 +424,16 @@ def attend_chunk(q, k, v, terms, scale, first, mask):
     def seen(keys, sinks):
         return kernels.visible_keys(query, key[keys], far.window, sinks, **mask)
 
-    # Near scores, and far ones with queries and keys rotated once more.
+    # Far scores, of queries and keys rotated once more, and near ones.
+    q = q * scale
     pos = mask["positions"][..., query]
     far_q = kernels.rotate(q, *kernels.cos_sin(far.of_queries(pos) - pos, inv_freq))
     far_k = kernels.rotate(k[:, :, distant], *(table[..., distant, :] for table in tables))
-    near_scores = kernels.multiply_groups(q, k[:, :, near].mT)
     far_scores = kernels.multiply_groups(far_q, far_k.mT)
-    is_far = seen(distant, far.n_keys) & ~seen(distant, 0)
-    near_scores = near_scores.masked_fill(~seen(near, 0), -math.inf)
-    far_scores = far_scores.masked_fill(~is_far, -math.inf)
-    # One softmax over both.
-    scores = torch.cat((far_scores, near_scores), -1) * scale
-    lse = scores.logsumexp(-1)
-    p = (scores - lse[..., None]).exp()
-    far_p, near_p = p.split((far_scores.shape[-1], near_scores.shape[-1]), -1)
-    y = kernels.multiply_groups(near_p, v[:, :, near])
-    return y + kernels.multiply_groups(far_p, v[:, :, distant]), lse
+    near_scores = kernels.multiply_groups(q, k[:, :, near].mT)
+    # One softmax over both, of the keys that are seen.
+    is_seen = torch.cat((seen(distant, far.n_keys) & ~seen(distant, 0), seen(near, 0)), -1)
+    scores = torch.cat((far_scores, near_scores), -1).masked_fill_(~is_seen, -math.inf)
+    far_p, near_p = scores.softmax(-1).tensor_split((far_scores.shape[-1],), -1)
+    far_y = kernels.multiply_groups(far_p, v[:, :, distant])
+    return (far_y + kernels.multiply_groups(near_p, v[:, :, near]),)
