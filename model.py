@@ -1137,7 +1137,7 @@ class RoPE(NoPE):
         self.attention_factor = 1.0  # cos and sin are multiplied by this
         self.register_constant("inv_freq", torch.zeros(self.rotary_dim // 2, dtype=torch.float64))
         self._cos_sin = None  # of the last call: pos, its version, inv_freq, (cos, sin)
-        self.far = None  # how far keys are rotated, if otherwise than near ones
+        self.far = None  # FarKeys, if far keys are not rotated as near ones are
         self.local = None
         self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
 
