@@ -223,7 +223,7 @@ def extend_model(model, cfg):
     shapes = [p.shape for p in model.parameters()]
     model.extend(cfg.method, cfg.factor, cfg.layers, **options)
     has_same_shapes = shapes == [p.shape for p in model.parameters()]
-    trains = cfg.max_iters and cfg.method in rope_scaling.EVALUATION_ONLY
+    trains = cfg.max_iters and cfg.method in rope_scaling.ATTENTION
     require(not trains, f"method {cfg.method!r} is not for training: give --max_iters=0")
     no_positions = model.pos.by_index or type(model.pos) is NoPE or cfg.method == "drope"
     require(not (cfg.pose and no_positions), "--pose skips position ids, and this model uses none")

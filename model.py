@@ -623,7 +623,6 @@ class NoPE(nn.Module):
     bounded = False  # True: nothing can be computed at positions from max_positions on
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
-    needs_whole_text = False  # True: attend() needs the queries of the whole text, not cached keys
 
     def __init_subclass__(cls):
         if vars(cls).keys() & {"bias", "angles", "gates"}:
@@ -710,8 +709,6 @@ class NoPE(nn.Module):
         """Set the tables for an input of this many tokens, cached ones included, before a forward
         pass. Returns the version of the tables: a cache filled under another is refilled.
         """
-        if self.needs_whole_text:
-            return length  # a version for each length, so that a cache is refilled at every token
         if self.is_dynamic:
             # rounded up to a quarter of the original length, so that growing text rarely rescales
             original = self.config.original_length
@@ -859,8 +856,9 @@ class Sinusoidal(NoPE):
         return x + self.scale * interleave_sin_cos(angle).to(x.dtype)
 
 
-QUERIES_AT_ONCE = 128  # of relative vectors
-MAX_SCORES = 1 << 24  # of theirs that exist at a time: 64 MiB in float32
+# Of attention in plain PyTorch, without a kernel.
+QUERIES_AT_ONCE = 128
+MAX_SCORES = 1 << 24  # that exist at a time: 64 MiB in float32
 
 
 class RelativeVectors(NoPE):
@@ -901,15 +899,16 @@ class RelativeVectors(NoPE):
             vectors = cache.terms_of(layer, k.shape[2], self.vectors)
         mask = {"window": window, "sinks": sinks, "docs": docs, "positions": positions}
         attend = attend_in_chunks if q.shape[2] == 1 else self.attend_in_chunks
-        y, lse = attend(q, k, v, vectors, scale, length, mask)
+        y, lse = attend(attend_chunk, q, k, v, vectors, scale, length, mask)
         return (y, lse) if return_lse else y
 
 
-def attend_in_chunks(q, k, v, vectors, scale, length, mask):
-    """Attend with relative vectors: the output (B, H, Tq, D) and the log-sum-exp (B, H, Tq).
+def attend_in_chunks(attend_chunk, q, k, v, terms, scale, length, mask):
+    """Attend a chunk of queries at a time. Returns what attend_chunk returns, of all queries.
 
-    vectors: what RelativeVectors.vectors() returns; mask: options of kernels.visible_keys(); the
-    others: arguments of kernels.attention().
+    attend_chunk: function of a chunk, which gets terms and mask as they are and returns a tuple:
+    the output (B, H, n, D), and perhaps the log-sum-exp; the others: arguments of
+    kernels.attention().
     """
     dtype = v.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -925,40 +924,39 @@ def attend_in_chunks(q, k, v, vectors, scale, length, mask):
             rows = q[:, :, start : start + size]
             # Keys after the last query are in its future. Behind a length nothing is known of them.
             end = Tk if length is not None else first + start + rows.shape[2]
-            arguments = rows, k[:, :, :end], v[:, :, :end], vectors, scale, first + start, mask
+            arguments = rows, k[:, :, :end], v[:, :, :end], terms, scale, first + start, mask
             if trains:
                 part = checkpoint(attend_chunk, *arguments, use_reentrant=False)
             else:
                 part = attend_chunk(*arguments)
             parts.append(part)
-    y, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return y.to(dtype), lse
+    y, *lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return y.to(dtype), *lse
 
 
 def attend_chunk(q, k, v, vectors, scale, first, mask):
-    """Attend from queries (B, H, n, D), from the index `first` on, to keys (B, Hk, m, D)."""
+    """Attend with relative vectors from queries (B, H, n, D), from the index `first` on, to keys
+    (B, Hk, m, D).
+
+    vectors: what RelativeVectors.vectors() returns; mask: options of kernels.visible_keys().
+    """
     keys, values, offsets = vectors
     u, w = (x[:, None] for x in offsets) if offsets else (0, 0)
     query = torch.arange(q.shape[2], device=q.device) + first
     key = torch.arange(k.shape[2], device=q.device)
     distance = (query[:, None] - key).clamp(0, keys.shape[1] - 1)
     index = distance.expand(*q.shape[:2], -1, -1)  # (B, H, n, m)
-    scores = multiply_groups(q + u, k.mT)
+    scores = kernels.multiply_groups(q + u, k.mT)
     scores = scores + ((q + w) @ keys.to(q.dtype).mT).gather(-1, index)
     seen = kernels.visible_keys(query, key, **mask)
     scores = (scores * scale).masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)
     p = (scores - lse[..., None]).exp()
-    y = multiply_groups(p, v)
+    y = kernels.multiply_groups(p, v)
     if values is not None:
         by_distance = p.new_zeros(*p.shape[:3], values.shape[1]).scatter_add(-1, index, p)
         y = y + by_distance @ values.to(p.dtype)
     return y, lse
-
-
-def multiply_groups(x, y):
-    """Multiply x (B, H, n, a) by y (B, Hk, a, b), which H / Hk heads share, without a copy of y."""
-    return (x.unflatten(1, (y.shape[1], -1)).flatten(2, 3) @ y).view(*x.shape[:3], -1)
 
 
 class Shaw(RelativeVectors):
@@ -1153,12 +1151,11 @@ class RoPE(NoPE):
         self.attention_factor = 1.0  # cos and sin are multiplied by this
         self.register_constant("inv_freq", torch.zeros(self.rotary_dim // 2, dtype=torch.float64))
         self._cos_sin = None  # of the last call: pos, its version, inv_freq, (cos, sin)
+        self.far = None  # FarKeys, if far keys are not rotated as near ones are
         self.local = None
         self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
 
     def rotate(self, q, k, pos, layer):
-        if self.needs_whole_text:  # attend() rotates, to other positions
-            return q, k
         return kernels.rope(q, k, *self.of_layer(layer).cos_sin(pos))
 
     def of_layer(self, layer):
@@ -1179,22 +1176,25 @@ class RoPE(NoPE):
         return cos, sin
 
     def attend(self, q, k, v, pos, layer, cache, **mask):
-        method, factor, options = self.scaling
-        if method not in rope_scaling.ATTENTION:
+        far = self.far
+        if far is None or far.group == 1:
             return super().attend(q, k, v, pos, layer, cache, **mask)
-        # LM-Infinite and Self-Extend replace attention.
-        require(
-            mask.get("docs") is None and mask.get("positions") is None,
-            f"method {method!r} is for one text from its start: leave out documents and explicit "
-            "positions",
-        )
-        attention = rope_scaling.ATTENTION[method]
-        length = self.config.original_length
-        return attention(q, k, v, self._rotate_to, length, factor, mask["scale"], **options)
+        # Keys are cached as rotate() leaves them. Far keys are rotated once more, by tables that
+        # all layers of a step share.
+        docs, plan = mask["docs"], mask["plan"]
+        if cache is not None:
+            pos = cache.pos
+            k, v = cache.update(layer, k.to(v.dtype), v)
+        if "far" not in plan:
+            plan["far"] = kernels.cos_sin(far.of_keys(pos) - pos, self.inv_freq)
+        terms = far, self.inv_freq, plan["far"], docs is None and mask["positions"] is None
+        options = mask["scale"], mask.get("length"), {"positions": pos, "docs": docs}
+        (y,) = attend_in_chunks(rope_scaling.attend_chunk, q, k, v, terms, *options)
+        return y
 
-    def _rotate_to(self, x, pos):
-        """Rotate queries or keys (B, H, T, D) to the given positions (T,)."""
-        return kernels.rope(x, x, *self.cos_sin(pos))[0]
+    def set_length(self, length):
+        version = super().set_length(length)
+        return version if self.far is None else self.far.group
 
     def extend(self, method, factor, layers="all", **options):
         """Take the frequencies of a method of rope_scaling.py.
@@ -1211,7 +1211,6 @@ class RoPE(NoPE):
         )
         self.set_frequencies(method, factor, options)
         self.scaling = method, factor, options
-        self.needs_whole_text = replaces_attention
         self.is_dynamic = "length" in self.methods[method] and "length" not in options
         self._length = self._tables_version = None
         # Layers with a window have the same frequencies, or a RoPE of their own.
@@ -1237,16 +1236,17 @@ class RoPE(NoPE):
 
     def set_frequencies(self, method, factor, options):
         """Returns whether the table has changed; True while torch.compile traces."""
-        old, old_factor = self.inv_freq, self.attention_factor
+        old, old_factor, old_far = self.inv_freq, self.attention_factor, self.far
         found = self.frequencies(method, factor, options)
         rope_scaling.check_frequencies(found, self.rotary_dim, type(self).__name__)
         self.inv_freq = found[0].to(old, non_blocking=True)
         self.attention_factor = found[1]
+        self.far = rope_scaling.far_keys(method, self.config.original_length, factor, options)
         self._cos_sin = None
         if torch.compiler.is_compiling():
             return True
         same = old.is_meta or torch.equal(self.inv_freq, old)
-        return not same or self.attention_factor != old_factor
+        return not same or (self.attention_factor, self.far) != (old_factor, old_far)
 
     def frequencies(self, method, factor, options):
         """Compute inverse frequencies, float64 (R/2,), and the factor on cos and sin: a hook."""

@@ -14,6 +14,8 @@ add a line to METHODS. The other schemes' methods are in their classes in model.
 import inspect
 import math
 import numbers
+import sys
+from typing import NamedTuple
 
 import torch
 
@@ -203,14 +205,19 @@ def drope(base, rotary_dim, original_length, factor, scale=1.0):
     return torch.zeros(rotary_dim // 2, dtype=torch.float64), math.sqrt(float(scale))
 
 
+# Three methods change the positions of far keys, not the frequencies: FarKeys, below.
+
+
 def frequencies_of_lm_infinite(base, rotary_dim, original_length, factor, sinks=10):
-    """LM-Infinite (Han et al. 2024) changes attention, not frequencies: see lm_infinite()."""
     return none(base, rotary_dim, original_length, factor)
 
 
 def frequencies_of_self_extend(base, rotary_dim, original_length, factor, window=None, group=None):
-    """Self-Extend (Jin et al. 2024) changes attention, not frequencies: see self_extend()."""
-    self_extend_sizes(original_length, factor, window, group)
+    self_extend(original_length, factor, window, group)
+    return none(base, rotary_dim, original_length, factor)
+
+
+def frequencies_of_jet_long(base, rotary_dim, original_length, factor, window=None, length=None):
     return none(base, rotary_dim, original_length, factor)
 
 
@@ -231,9 +238,9 @@ METHODS = {
     "drope": drope,
     "lm-infinite": frequencies_of_lm_infinite,
     "self-extend": frequencies_of_self_extend,
+    "jet-long": frequencies_of_jet_long,
 }
 OPTIONS = {name: list(inspect.signature(f).parameters)[4:] for name, f in METHODS.items()}
-EVALUATION_ONLY = ("lm-infinite", "self-extend")  # they replace attention: ATTENTION, below
 
 
 # -----------------------------------------------------------------------------
@@ -337,83 +344,97 @@ def check_pairs(method, rotary_dim):
 
 
 # -----------------------------------------------------------------------------
-# Two methods that change attention: near keys keep their distance, and distant ones get a distance
-# seen in training. Each is ordinary attention over two sets of keys, merged by their log-sum-exps.
-# q (B, H, T, D), k and v (B, Hk, T, D), not rotated; rotate(x, pos (T,)) rotates x; scale
-# multiplies the scores; then come the options. Both return (B, H, T, D).
+# Three methods that change attention: near keys keep their distance, and far ones get a distance
+# seen in training. All keys of a query are in one softmax.
+
+ALL = sys.maxsize
 
 
-def lm_infinite(q, k, v, rotate, original_length, factor, scale, sinks=10):
-    """Attend to keys nearer than the original length and to the first `sinks`, at a distance of at
-    most the original length (Han et al. 2024).
+class FarKeys(NamedTuple):
+    """How a query at position p sees keys at positions up to p - window."""
+
+    window: int  # the keys that a query sees as plain RoPE does
+    group: int  # far keys seem to be at floor(j / group), and the query at floor(p / group)
+    offset: int = 0  # added to the query's
+    n_keys: int = ALL  # far keys from this position on are not seen
+
+    def of_keys(self, pos):
+        return pos // self.group
+
+    def of_queries(self, pos):
+        return pos // self.group + self.offset
+
+
+def lm_infinite(original_length, factor, sinks=10):
+    """LM-Infinite (Han et al. 2024): see keys nearer than the original length, and the first
+    `sinks` at this distance.
     """
-    T = q.shape[2]
-    window = original_length
-    sinks = int(sinks)
-    pos = torch.arange(T, device=q.device)
-    near = kernels.attention(
-        rotate(q, pos), rotate(k, pos), v, window=window, scale=scale, return_lse=True
-    )
-    if T <= window or not sinks:
-        return near[0]
-    # the sinks, unrotated at position 0, from queries at position `window`
-    far_q = rotate(q[:, :, window:], torch.full_like(pos[window:], window))
-    sink_k = k[:, :, :sinks]
-    sink_v = v[:, :, :sinks]
-    # the first of these queries do not have all sinks behind their window: causal attention
-    n = min(sinks, T - window)
-    far = kernels.attention(
-        far_q[:, :, :n], sink_k[:, :, :n], sink_v[:, :, :n], scale=scale, return_lse=True
-    )
-    if T - window > n:  # more queries than keys, which only eager.py takes
-        rest = kernels.eager.attention(
-            far_q[:, :, n:], sink_k, sink_v, causal=False, scale=scale, return_lse=True
-        )
-        far = [torch.cat(part, 2) for part in zip(far, rest, strict=True)]
-    return merge_attention(near, far, window)
+    return FarKeys(original_length, ALL, original_length, int(sinks))
 
 
-def self_extend_sizes(original_length, factor, window=None, group=None):
-    """
-    The window and the group size in tokens: by default a quarter of the original length, and what
-    keeps the greatest grouped distance of the target within half of it.
+def self_extend(original_length, factor, window=None, group=None):
+    """Self-Extend (Jin et al. 2024): the offset joins far distances to near ones.
+
+    The window is by default a quarter of the original length, and the group keeps the greatest
+    distance of the target within half of it.
     """
     window = max(1, original_length // 4) if window is None else int(window)
     if group is None:
         distant = original_length * factor - window
         group = max(1, math.ceil(distant / max(1, original_length // 2 - window)))
-    return window, int(group)
+    return FarKeys(window, int(group), window - window // int(group))
 
 
-def self_extend(q, k, v, rotate, original_length, factor, scale, window=None, group=None):
-    """Keep distances below the window, group greater ones by `group` tokens (Jin et al. 2024):
-    floor(i / group) + window - floor(window / group) - floor(j / group).
+def jet_long(original_length, factor, window=None, length=None):
+    """Jet-Long (arXiv 2607.07740): groups of as many tokens as the text has original lengths, so
+    that a text up to the original length is computed as in training.
     """
-    window, group = self_extend_sizes(original_length, factor, window, group)
-    T = q.shape[2]
-    pos = torch.arange(T, device=q.device)
-    near = kernels.attention(
-        rotate(q, pos), rotate(k, pos), v, window=window, scale=scale, return_lse=True
-    )
-    if T <= window:
-        return near[0]
-    # query i attends to the keys up to i - window, so shifting the queries makes this causal
-    far_q = rotate(q[:, :, window:], pos[window:] // group + window - window // group)
-    far_k = rotate(k[:, :, :-window], pos[:-window] // group)
-    far = kernels.attention(far_q, far_k, v[:, :, :-window], scale=scale, return_lse=True)
-    return merge_attention(near, far, window)
+    window = max(1, min(2048, original_length // 4)) if window is None else int(window)
+    return FarKeys(window, math.ceil(max(1, (length or 0) / original_length)))
 
 
-def merge_attention(near, far, start):
-    """Merge attention over two sets of keys from (output, log-sum-exp) of each: (B, H, T, D).
+ATTENTION = {"lm-infinite": lm_infinite, "self-extend": self_extend, "jet-long": jet_long}
 
-    far belongs to the queries from `start` on.
+
+def far_keys(method, original_length, factor, options):
+    """The FarKeys of a method with checked options, or None if it does not change attention."""
+    if method not in ATTENTION:
+        return None
+    return ATTENTION[method](original_length, factor, **options)
+
+
+def attend_chunk(q, k, v, terms, scale, first, mask):
+    """Attend from queries (B, H, n, D), from the index `first` on, to keys (B, Hk, m, D), both
+    rotated by plain RoPE: a tuple of the output (B, H, n, D).
+
+    terms: FarKeys; inverse frequencies; tables of all keys from kernels.cos_sin(), which rotate a
+    key to where it seems to be; and whether positions are indices.
+    mask: positions and docs of all keys, as of kernels.visible_keys().
     """
-    y, lse = near
-    far_y, far_lse = far
-    weight = torch.sigmoid(far_lse - lse[:, :, start:])[..., None]  # of the far keys
-    late = y[:, :, start:] + weight * (far_y - y[:, :, start:])
-    return torch.cat((y[:, :, :start], late.to(y.dtype)), 2)
+    far, inv_freq, tables, by_index = terms
+    n, m = q.shape[2], k.shape[2]
+    query = torch.arange(n, device=q.device) + first
+    key = torch.arange(m, device=q.device)
+    # Leave out keys that no query of this chunk can see near, or far. In a cache of fixed shape the
+    # index of the query is not known.
+    near = distant = slice(0, m)
+    if by_index and not torch.is_tensor(first):
+        near = slice(max(0, m - n - far.window + 1), m)
+        distant = slice(0, max(0, min(m - far.window, far.n_keys)))
 
+    def seen(keys, sinks):
+        return kernels.visible_keys(query, key[keys], far.window, sinks, **mask)
 
-ATTENTION = {"lm-infinite": lm_infinite, "self-extend": self_extend}
+    # Far scores, of queries and keys rotated once more, and near ones.
+    q = q * scale
+    pos = mask["positions"][..., query]
+    far_q = kernels.rotate(q, *kernels.cos_sin(far.of_queries(pos) - pos, inv_freq))
+    far_k = kernels.rotate(k[:, :, distant], *(table[..., distant, :] for table in tables))
+    far_scores = kernels.multiply_groups(far_q, far_k.mT)
+    near_scores = kernels.multiply_groups(q, k[:, :, near].mT)
+    # One softmax over both, of the keys that are seen.
+    is_seen = torch.cat((seen(distant, far.n_keys) & ~seen(distant, 0), seen(near, 0)), -1)
+    scores = torch.cat((far_scores, near_scores), -1).masked_fill_(~is_seen, -math.inf)
+    far_p, near_p = scores.softmax(-1).tensor_split((far_scores.shape[-1],), -1)
+    far_y = kernels.multiply_groups(far_p, v[:, :, distant])
+    return (far_y + kernels.multiply_groups(near_p, v[:, :, near]),)

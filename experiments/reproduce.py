@@ -17,7 +17,7 @@ needles.py shows that it finds nothing beyond it.
 from experiments.board import plot_tables
 from experiments.leaderboard import FLAGS  # noqa: F401  so that both use the same runs
 from nanolong.evaluation.tables import Table
-from rope_scaling import EVALUATION_ONLY, METHODS
+from rope_scaling import ATTENTION, METHODS
 
 TITLE = "What context extension buys"
 # tuning: steps of fine-tuning; scored: tokens of validation text
@@ -36,7 +36,7 @@ VARIANTS = {
 }
 # longrope needs a table of factors (search.py)
 NAMES = [*(name for name in METHODS if name != "longrope"), *VARIANTS]
-ZERO_SHOT = ("ntk-frozen", "window", *EVALUATION_ONLY)  # not fine-tuned
+ZERO_SHOT = ("ntk-frozen", "window", *ATTENTION)  # not fine-tuned
 
 
 def ARMS(b):

@@ -27,8 +27,10 @@ cos_sin = eager.cos_sin
 linear = eager.linear
 linear_each = eager.linear_each
 linear_cross_entropy = eager.linear_cross_entropy
+multiply_groups = eager.multiply_groups
 positions_in_documents = eager.positions_in_documents
 rms_norm = eager.rms_norm
+rotate = eager.rotate
 rotate_by = eager.rotate_by
 visible_keys = eager.visible_keys
 

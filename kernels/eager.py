@@ -148,13 +148,18 @@ def _fake_cos_sin(pos, inv_freq, factor):
 
 def rope(q, k, cos, sin):
     """Compute reference.rope(); the arithmetic is float32, or float64 if q is."""
+    # in a decoding step, both at once: half the operator launches
+    if q.shape[2] == 1 and not torch.is_grad_enabled():
+        return rotate(torch.cat((q, k), 1), cos, sin).split((q.shape[1], k.shape[1]), 1)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def rotate(x, cos, sin):
+    """Rotate queries or keys alone (B, H, T, D), as rope() does both."""
     if cos.dim() == 2:
         cos, sin = cos[None], sin[None]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (1 or B, 1, T, R/2)
-    # in a decoding step, both at once: half the operator launches
-    if q.shape[2] == 1 and not torch.is_grad_enabled():
-        return _rotate(torch.cat((q, k), 1), cos, sin).split((q.shape[1], k.shape[1]), 1)
-    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
 
 
 class _Rotation(torch.autograd.Function):
@@ -348,6 +353,12 @@ def visible_keys(query, key, window=0, sinks=0, positions=None, docs=None, causa
     if docs is not None:
         seen = seen & (docs[:, query, None] == docs[:, None, key])
     return seen[:, None]
+
+
+def multiply_groups(x, y):
+    """Multiply x (B, H, n, a) by y (B, Hk, a, b), which H / Hk heads share, without a copy of y."""
+    groups = x.unflatten(1, (y.shape[1], -1)).flatten(2, 3)  # (B, Hk, H / Hk * n, a)
+    return (groups @ y).view(*x.shape[:3], y.shape[3])
 
 
 def _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask):

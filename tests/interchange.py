@@ -25,7 +25,7 @@ from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub.transfer import export_to, import_to
 from nanolong.inference import KVCache
-from rope_scaling import EVALUATION_ONLY
+from rope_scaling import ATTENTION
 
 LENGTH = 64  # the original context length
 N_TOKENS = 144  # a multiple of a quarter of it, where a dynamic scale is that of transformers
@@ -235,7 +235,7 @@ OURS = {
     "longrope, two tables": ({}, ("longrope", TWO_TABLES)),
     "drope in half of a head": ({"rope_fraction": 0.5}, ("drope", {"scale": 1.1})),
 }
-DYNAMIC = ("dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen", *EVALUATION_ONLY)
+DYNAMIC = ("dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen", *ATTENTION)
 # what cannot be exported -> a phrase of the reason
 REFUSED = {
     **{pos: ({"pos": pos}, None, "--pos=rope") for pos in ("alibi", "t5", "shaw", "learned")},

@@ -130,15 +130,17 @@ def rotate(x, pos, f, factor):
     return torch.cat((a * cos - b * sin, a * sin + b * cos, x[..., 2 * r :]), -1)
 
 
-def scores_by_distance(config, q, k):
+def scores_by_distance(config, q, k, pos):
     """Scores (B, H, T, T) of queries rotated to a distance of each key's own; -inf: not seen."""
     T, ext = q.shape[2], config.extension
     L, s = config.original_length, ext["factor"]
     scores = torch.full((*q.shape[:3], T), -math.inf).double()
     f, factor = rope_frequencies(config, 0, T)
+    n = int(pos.max()) + 1
     for i in range(T):
         for j in range(i + 1):
-            d = rope_formulas.distance(ext["method"], i, j, L, s, **ext["options"])
+            p = int(pos[i]), int(pos[j])
+            d = rope_formulas.distance(ext["method"], *p, n, L, s, **ext["options"])
             if d is not None:
                 rotated = rotate(q[:, :, i : i + 1], torch.tensor([d]), f, factor)
                 scores[:, :, i, j] = (rotated[:, :, 0] * k[:, :, j]).sum(-1)
@@ -231,14 +233,14 @@ def attention(model, w, name, h, layer, pos, docs, maps):
     k, v = (torch.stack([x[:, head // group] for head in range(c.n_head)], 1) for x in (k, v))
     bias = keys = values = offsets = None
     ext = c.extension or {"method": "none", "options": {}}
-    by_distance = ext["method"] in ("lm-infinite", "self-extend")
+    by_distance = ext["method"] in ("lm-infinite", "self-extend", "jet-long")
     if c.uses_positions(layer):
         bias, keys, values, offsets = position_terms(model, layer, T)
         if c.pos in ("rope", "fox-rope") and not by_distance:
             f, factor = rope_frequencies(c, layer, int(pos.max()) + 1)
             q, k = rotate(q, pos, f, factor), rotate(k, pos, f, factor)
     u, z = (x[:, None] for x in offsets) if offsets else (0, 0)
-    scores = scores_by_distance(c, q, k) if by_distance else (q + u) @ k.mT
+    scores = scores_by_distance(c, q, k, pos) if by_distance else (q + u) @ k.mT
     if keys is not None:
         scores = scores + torch.einsum("bhid,hijd->bhij", q + z, keys.expand(c.n_head, T, T, D))
     scale = ext["options"].get("scale", 1) if ext["method"] == "scale" else 1

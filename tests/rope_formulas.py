@@ -1,4 +1,4 @@
-"""The 16 extension methods of RoPE from their papers: float64, one pair or one distance at a time.
+"""The 17 extension methods of RoPE from their papers: float64, one pair or one distance at a time.
 
 d rotated channels, L tokens of the original length, s the factor, k the index of a pair.
 """
@@ -107,12 +107,18 @@ def mrrope(f, base, d, L, s, options):
     return found
 
 
-def distance(method, i, j, L, s, sinks=10, window=None, group=None):
-    """The distance at which query i sees key j under LM-Infinite or Self-Extend, or None."""
+def distance(method, i, j, n, L, s, sinks=10, window=None, group=None, length=None):
+    """The distance at which query i sees key j of a text of n tokens, or None: LM-Infinite,
+    Self-Extend, Jet-Long.
+    """
     if method == "lm-infinite":
         if i - j < L:
             return i - j
         return L if j < sinks else None
+    if method == "jet-long":
+        group = math.ceil((length or n) / L)
+        is_near = group == 1 or i - j < (window or max(1, min(2048, L // 4)))
+        return i - j if is_near else i // group - j // group
     window = window or L // 4
     group = group or math.ceil((L * s - window) / (L // 2 - window))
     if i - j < window:

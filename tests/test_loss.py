@@ -177,7 +177,7 @@ def test_a_long_sequence_in_chunks_has_the_same_losses(pos, settings, make, monk
     assert lengths == [16, 16, 13]
 
 
-@pytest.mark.parametrize("method", ["dynamic-ntk", "self-extend"])
+@pytest.mark.parametrize("method", ["dynamic-ntk", "jet-long"])
 def test_a_method_that_depends_on_the_length_is_never_chunked(method, make, monkeypatch):
     model = make(pos="rope")
     model.extend(method, 2)

@@ -16,7 +16,6 @@ from conftest import BUILT_IN, TINY, Operators, assert_success
 
 from model import POSITIONS, ContextLengthWarning, GPTConfig, NoPE
 from nanolong.errors import UserError
-from rope_scaling import EVALUATION_ONLY
 
 SCHEMES = sorted(POSITIONS)
 ABSOLUTE = ("learned", "sinusoidal")
@@ -273,7 +272,7 @@ def test_generated_text_is_at_sampled_positions(pos, make, seen):
     [
         *((pos, None) for pos in SCHEMES),
         *((pos, "pi") for pos in SCHEMES if "pi" in POSITIONS[pos].methods),
-        *(("rope", method) for method in EVALUATION_ONLY),
+        *(("rope", method) for method in ("self-extend", "lm-infinite")),
     ],
 )
 def test_nothing_is_read_from_the_device_or_computed_elsewhere(pos, method, make, monkeypatch):
@@ -289,6 +288,5 @@ def test_nothing_is_read_from_the_device_or_computed_elsewhere(pos, method, make
     positions = torch.arange(tokens.shape[1]).to("meta")
     with Operators() as operators:
         assert model(tokens).is_meta
-        if method not in EVALUATION_ONLY:
-            assert model(tokens, positions=positions).is_meta
+        assert model(tokens, positions=positions).is_meta
     assert all(x.is_meta for _, tensors in operators.calls for x in tensors if x.dim())

@@ -55,6 +55,7 @@ EXTENDED += [
     ({"p_rope": 0.5}, "yarn", {}),
     ({"head_dim": 10, "rope_fraction": 0.6}, "dynamic-yarn", {}),
     ({}, "dynamic-ntk", {"length": 48.0}),  # does not follow the text
+    ({}, "jet-long", {"length": 70.0}),
     ({"score_scale": "logn"}, "dynamic-ntk", {}),
     ({"pos": "alibi"}, "dynamic-pi", {}),
     ({"pos": "xl", **W}, "clamp", {}),
@@ -69,7 +70,7 @@ KNOWN = [case for case in CASES if case[0].get("pos", "rope") in BUILT_IN]
 def takes_gaps(settings, method):
     """Whether any position ids can be given: a scheme by distance counts those between indices."""
     scheme = POSITIONS[settings.get("pos", "rope")]
-    is_dynamic = method in ATTENTION or "length" in OPTIONS.get(method, ())
+    is_dynamic = "length" in OPTIONS.get(method, ())
     return not (scheme.by_index or scheme.bounded or is_dynamic or method == "dynamic-pi")
 
 
@@ -199,7 +200,7 @@ def test_loss_and_gradients_are_right(settings):
 def test_greedy_text_of_unequal_prompts_is_that_of_the_plain_loop(settings, method, options):
     model = build(settings, method, options)
     prompts = [torch.randint(0, 50, (n,)) for n in (5, 1, 9)]
-    if model.pos.is_dynamic or method in ATTENTION:
+    if model.pos.is_dynamic:
         prompts = prompts[:1]
     texts = torch.cat(list(model.generate(prompts, 6, temperature=0)), 1)
     for prompt, text in zip(prompts, texts, strict=True):

@@ -15,7 +15,7 @@ from conftest import TINY, assert_refused, assert_success, content, logged, writ
 import data
 from model import POSITIONS
 from nanolong import settings
-from rope_scaling import METHODS
+from rope_scaling import ATTENTION, METHODS
 
 MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
     ("--pos=cope", ", ".join(POSITIONS), "--entry=FILE.py"),
@@ -96,7 +96,7 @@ EXTENDING = [
     ("RUN --method=llama3 --options=high_freq_factor=0.5", "low_freq_factor must be below"),
     ("RUN --n_layer=3", "n_layer=2"),
     ("RUN --layers=full", "--layers=all"),
-    ("RUN --method=self-extend", "--max_iters=0"),
+    *((f"RUN --method={method}", f"'{method}'", "--max_iters=0") for method in ATTENTION),
     ("RUN --method=drope --pose=true", "--pose"),
     ("RUN --min_doc=1000000", "--min_doc"),
     ("RUN --keep_optimizer=true", "has taken all 8 steps", "raise --max_iters"),

@@ -10,7 +10,7 @@ import rope_scaling
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.entry import load_entry
 from nanolong.errors import UserError
-from nanolong.inference import KVCache
+from nanolong.inference import FixedShapeStep, KVCache, pad_prompts
 from rope_scaling import METHODS, OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -132,7 +132,7 @@ def assert_close(found, expected, rel=5e-5):
     assert (found - expected).abs().max() < rel * expected.abs().max()
 
 
-@pytest.mark.parametrize("T", [5, 16, 17, 53, 200])
+@pytest.mark.parametrize("T", [5, 16, 17, 33, 53, 77, 200])
 @pytest.mark.parametrize(
     "method, options",
     [
@@ -140,15 +140,120 @@ def assert_close(found, expected, rel=5e-5):
         ("lm-infinite", {"sinks": 15}),
         ("self-extend", {"window": 5, "group": 3}),
         ("self-extend", {"window": 16, "group": 7}),
+        ("self-extend", {"window": 1}),
+        ("jet-long", {}),
+        ("jet-long", {"window": 1}),
+        ("jet-long", {"window": 7}),
     ],
     ids=str,
 )
 @torch.no_grad()
 def test_attention_is_that_by_distance_around_the_window(method, options, T, make):
-    """Of 16 tokens, extended to 48."""
+    """Of 16 tokens, extended to 48; the groups of Jet-Long are of 1, 2, 3, 4, 5 and 13 tokens."""
     model = build(make, {"block_size": 16}, method, 3, options).double()
     tokens = torch.randint(0, 50, (1, T))
     assert_close(model(tokens), reference.logits(model, tokens), 1e-6)
+
+
+@torch.no_grad()
+def test_jet_long_is_the_base_model_up_to_its_length(make):
+    base = make(pos="rope", n_kv_head=2)
+    own = build(make, {"attn_scale": 1.0}, "jet-long", 4, {})
+    for n in (1, 24):
+        tokens = torch.randint(0, 50, (2, n))
+        assert torch.equal(own(tokens), base(tokens))
+    tokens = torch.randint(0, 50, (1, 25))
+    assert (own(tokens) - base(tokens)).abs().max() > 1e-3
+
+
+FAR_OF_48 = [  # method, options: three layers of 48 tokens, extended to 192
+    ("jet-long", {}),
+    ("jet-long", {"window": 1}),
+    ("jet-long", {"length": 130.0}),
+    ("self-extend", {}),
+    ("self-extend", {"window": 7, "group": 5}),
+    ("lm-infinite", {"sinks": 4}),
+]
+DEEP = {"n_layer": 3, "n_head": 6, "n_embd": 48, "block_size": 48}
+
+
+@pytest.mark.parametrize("start, end", [(30, 150), (101, 245)])
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("method, options", FAR_OF_48, ids=str)
+@torch.no_grad()
+def test_a_cache_of_far_keys_equals_the_whole_text(method, options, size, start, end, make):
+    """Greedy tokens, one by one or in chunks of 7. Jet-Long's group changes three times, and then
+    alone the cache is refilled.
+    """
+    model = build(make, DEEP, method, 4, options)
+    is_dynamic = method == "jet-long" and "length" not in options
+    tokens = more = torch.randint(0, 50, (1, start))
+    cache, parts, versions = KVCache(), [], set()
+    while tokens.shape[1] <= end:
+        parts.append(model(more, cache=cache))
+        versions.add(cache.tables_version)
+        more = parts[-1][:, -1:].argmax(-1) if size == 1 else torch.randint(0, 50, (1, size))
+        tokens = torch.cat((tokens, more), 1)
+    assert len(versions) == (4 if is_dynamic else 1)
+    n, whole = 0, {}
+    for part in parts:
+        n += part.shape[1]
+        group = -(-n // 48)  # a text of as many tokens as possible has the logits of all up to it
+        if group not in whole:
+            whole[group] = model(tokens[:, : 48 * group])
+        expected = whole[group][:, n - part.shape[1] : n]
+        assert_close(part, expected, 1e-5)
+        assert torch.equal(part.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("method, options", FAR_OF_48[2:], ids=str)
+@torch.no_grad()
+def test_rows_of_unequal_length_are_each_alone(method, options, make):
+    """Padded prompts, packed documents, and steps of fixed shape, run as they are."""
+    model = build(make, DEEP, method, 4, options)
+    prompts = [torch.randint(0, 50, (n,)) for n in (120, 9, 70)]
+    tokens, pos, docs = pad_prompts(model, prompts, 130, 130)
+    more = torch.randint(0, 50, (3, 10))
+    alone = [model(torch.cat((x, y))[None])[0, -10:] for x, y in zip(prompts, more, strict=True)]
+    cache = KVCache(130)
+    parts = [model(tokens, positions=pos[:, :120], docs=docs[:, :120], cache=cache)[:, -1:]]
+    options = {"positions": pos[:, 120:124], "docs": docs[:, 120:124]}
+    parts.append(model(more[:, :4], **options, cache=cache))
+    step = FixedShapeStep(model, cache, pos, docs)
+    parts += [step.run(token)[:, None] for token in more[:, 4:].split(1, 1)]
+    assert_close(torch.cat(parts, 1)[:, 1:], torch.stack(alone), 1e-5)
+    if method != "jet-long":  # by the length of one text, and not of each document
+        packed = torch.cat((torch.zeros(1, 61), torch.ones(1, 139)), 1).long()
+        tokens = torch.randint(0, 50, (1, 200))
+        separate = [model(part) for part in tokens.split((61, 139), 1)]
+        assert_close(model(tokens, docs=packed), torch.cat(separate, 1), 1e-5)
+
+
+def test_jet_long_samples_texts_of_equal_length_uncompiled(make):
+    model = build(make, DEEP, "jet-long", 4, {})
+    for prompts, options, problem in (
+        ([[1, 2], [3]], {}, "prompts of unequal length cannot"),
+        ([[1, 2]], {"compiled": True}, "leave out --compile"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            next(model.generate(prompts, 9, **options))
+    prompts = torch.randint(0, 50, (2, 90))
+    together = torch.cat(list(model.generate(prompts, 60, temperature=0)), 1)
+    for prompt, text in zip(prompts, together, strict=True):
+        alone = torch.cat(list(model.generate(prompt[None], 60, temperature=0)), 1)
+        assert torch.equal(text, alone[0])
+
+
+@pytest.mark.parametrize("method", ["self-extend", "lm-infinite"])
+def test_compiled_steps_with_far_keys_sample_the_same_tokens(method, make, compiled_graphs):
+    model = build(make, DEEP, method, 4, {})
+    prompts = [torch.randint(0, 50, (n,)) for n in (90, 9)]
+    texts = [
+        torch.cat(list(model.generate(prompts, 12, temperature=0, compiled=compiled)), 1)
+        for compiled in (False, True)
+    ]
+    assert torch.equal(*texts)
+    assert len(compiled_graphs) == 1
 
 
 @pytest.mark.parametrize("method", rope_scaling.ATTENTION)
@@ -188,7 +293,7 @@ def test_a_scheme_of_ones_own_keeps_its_frequencies_at_every_length(method, make
     [
         ("rope", "dynamic-yarn"),
         *(pytest.param("rope", method, marks=slow) for method in ("ntk-frozen", "longrope")),
-        *(pytest.param("rope", method, marks=slow) for method in ("self-extend", "lm-infinite")),
+        *(pytest.param("rope", method, marks=slow) for method in rope_scaling.ATTENTION),
         pytest.param("alibi", "dynamic-pi", marks=slow),
     ],
 )
@@ -202,7 +307,7 @@ def test_compiled_graphs_keep_their_tables(pos, method, make, compiled_graphs):
         logits = compiled(tokens[:, :n])
         n_graphs.append(len(compiled_graphs))
         assert torch.equal(logits, model(tokens[:, :n]))
-    if (pos, "length" in OPTIONS[method]) == ("rope", True):
+    if pos == "rope" and "length" in OPTIONS[method] and method != "jet-long":
         assert n_graphs == [1, 1, 2, 2, 2, 2, 3]
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from model import RoPE
 from nanolong.errors import require
-from rope_scaling import EVALUATION_ONLY, OPTIONS
+from rope_scaling import ATTENTION, OPTIONS
 
 CHUNK = 32  # tokens whose products are a masked matrix; earlier ones are summed into a state
 
@@ -90,7 +90,7 @@ class LinearAttention(RoPE):
     All layers share it. Generation is recurrent: what a cache holds is a state of fixed size.
     """
 
-    methods = {name: OPTIONS[name] for name in OPTIONS if name not in EVALUATION_ONLY}
+    methods = {name: OPTIONS[name] for name in OPTIONS if name not in ATTENTION}
     rotate_denominator = False  # True: as in the numerator, to show that it fails
     observe = None  # called with (q, k) features, and the rotated ones: to measure denominators
 

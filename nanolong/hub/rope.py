@@ -138,9 +138,13 @@ def write_rope(config, pos, family):
     # longrope has two tables; ntk-lceg follows the context length, not the text
     is_dynamic = pos.is_dynamic and method not in ("longrope", "ntk-lceg")
     require(
-        not is_dynamic and method not in rope_scaling.EVALUATION_ONLY,
-        f"method {method!r} follows the length of the text or replaces attention, and a config has "
-        "fixed frequencies: extend by a static --method, or fix the length by --options=length=N",
+        method not in rope_scaling.ATTENTION,
+        f"method {method!r} replaces attention, which no config describes: extend by --method=yarn",
+    )
+    require(
+        not is_dynamic,
+        f"method {method!r} follows the length of the text, and a config has fixed frequencies: "
+        "extend by a static --method, or fix the length by --options=length=N",
     )
     if pos.is_dynamic:
         pos = copy.deepcopy(pos)  # the model's follows the length of its inputs
