@@ -32,7 +32,7 @@ def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
         texts = [text.decode("utf-8", "surrogateescape") for text in texts]
         require(texts, f"{path} has no prompts: write one a line")
     # bos starts the next document
-    end_ids = {tokenizer.bos, tokenizer.eos} - {None}
+    end_ids = {tokenizer.bos, *tokenizer.ends} - {None}
     for text in texts:
         printable = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         if cfg.chat:

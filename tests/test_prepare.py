@@ -81,7 +81,7 @@ class SplitsWords:
 
     def __init__(self, added_bytes):
         self.added_bytes = added_bytes
-        self.bos = None
+        self.bos = self.eos = None
 
     def encode(self, text):
         return re.findall(r"\s*\S+|\s+", " " * self.added_bytes + text)
@@ -217,7 +217,7 @@ def test_the_same_text_gives_the_same_hash(tmp_path, data_folder):
 
 
 def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
-    meta = {"tokenizer": data.CharTokenizer("abc").to_json()}
+    meta = {"tokenizer": data.CharTokenizer("abc").to_json(), "bos": None}
     monkeypatch.setattr("nanolong.run.find_checkpoint", lambda path: Path(path))
     monkeypatch.setattr("nanolong.run.read_meta", lambda folder: meta)
     (tmp_path / "t.txt").write_text("ccab" * 10)
