@@ -85,12 +85,16 @@ def adamw_by_hand(weights, dataset, n_steps, lr, decay, clip):
 
 
 def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, tmp_path):
-    """Targets of <bos> are not scored, so micro-batches count by their scored tokens."""
+    """A mask leaves targets out, so micro-batches count by their scored tokens."""
     model = tiny()
     model.blocks[0].mlp.down.weight.data.normal_(0, 0.3)
     tokens = np.random.default_rng(0).integers(0, 256, 4000)
-    tokens[:2000][np.arange(2000) % 5 > 0] = 256
-    folder = write_dataset(tmp_path / "data", tokens)
+    mask = np.ones(4000, np.uint8)
+    mask[:2000] = np.arange(2000) % 5 == 0
+    mask[::17] |= 2  # a document starts
+    folder = write_dataset(tmp_path / "data", tokens, tokens)
+    for name in ("train", "val"):
+        (folder / f"{name}.mask").write_bytes(mask.tobytes())
     dataset = data.Dataset(folder)
     counts = [(dataset.batch(2 * i, 2, 16, 1337)[1] >= 0).sum() for i in range(6)]
     assert max(counts) > 1.5 * min(counts)  # or this test would find nothing
@@ -117,18 +121,21 @@ def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(
     split = data.Dataset(text_data).val
     length = eval_length or 16
     available = int(split.n_sequences(length).sum())
-    loss_sum = n_tokens = 0
+    loss_sum = n_tokens = text_sum = n_bytes = 0
     for i in range(5):
         x, y = (torch.from_numpy(part) for part in split.sequence(i * available // 5, length))
         logits = model(x[None])[0]
-        loss_sum += F.cross_entropy(logits, y, ignore_index=-1, reduction="sum").item()
-        n_tokens += int((y >= 0).sum())
+        losses = F.cross_entropy(logits, y, reduction="none")
+        loss_sum += losses.sum().item()
+        n_tokens += len(y)
+        text_sum += losses[y < 256].sum().item()
+        n_bytes += int((y < 256).sum())
     assert result["val_loss"] == pytest.approx(loss_sum / n_tokens, rel=1e-5)
     assert (result["step"], result["stopped"]) == (2, False)
     assert logged(tmp_path / "run")[-1]["val_loss"] == result["val_loss"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    # a token is a byte, and a bit is ln 2 nats
-    assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / 0.693147, rel=1e-5)
+    # a token but <bos> is a byte, and a bit is ln 2 nats
+    assert result["val_bits_per_byte"] == pytest.approx(text_sum / n_bytes / 0.693147, rel=1e-5)
 
 
 def test_learning_rate_schedules():
