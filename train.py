@@ -32,7 +32,7 @@ class TrainConfig:
     # [data]
     # a folder with token files: a path, or a name under data/; long:0.34,short:0.66 mixes several
     dataset: str = "python"
-    bos: bool | None = None  # start every sequence with <bos>; auto: if the parent or tokenizer does
+    bos: bool | None = None  # start every sequence with <bos>; auto: as the parent or tokenizer
     min_doc: int = 0  # train on documents of at least so many tokens only
     separate_docs: bool = False  # attention stays inside a document
     # [optimisation]
@@ -202,8 +202,8 @@ def estimate_loss(model, dataset, cfg, stop=()):
 
 
 def sum_losses(model, dataset, cfg, stop):
-    """Sums over a dataset's validation sequences: of scored targets, of their losses in nats, of the
-    losses of targets that stand for text, and of its bytes, 0 if unknown. None at a stop signal.
+    """Sums over the validation sequences: of scored targets, of their losses in nats, of the losses
+    of targets that stand for text, and of its bytes, 0 if unknown; None at a stop signal.
     """
     rank, world = parallel.data_rank_and_world()
     T = cfg.eval_length or model.config.block_size

@@ -80,6 +80,7 @@ class Stream(Protocol):
 
     def is_text(self, y):
         """Return which validation targets stand for these bytes, if they are known."""
+        return y >= 0
 
 
 # -----------------------------------------------------------------------------

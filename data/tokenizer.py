@@ -176,7 +176,7 @@ class ImportedTokenizer(Tokenizer):
 
     @property
     def settings(self):
-        """The content of tokenizer_config.json and of the older files, as AutoTokenizer reads them."""
+        """The content of tokenizer_config.json and of older files, as AutoTokenizer reads them."""
         settings = self.read_json("tokenizer_config.json")
         if "added_tokens_decoder" in settings:
             return settings

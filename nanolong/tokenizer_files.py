@@ -51,7 +51,7 @@ class Ends:
         start = f"{words[self.separator]}, by {self.files['start']}" if self.starts_text else "none"
         separator = words.get(self.separator, "none")
         ends = ", ".join(words[i] for i in self.ids) or "none"
-        return f"token before every text: {start}; between documents: {separator}; at an end: {ends}"
+        return f"before every text: {start}; between documents: {separator}; at an end: {ends}"
 
 
 def find_ends(tokenizer, ids_of_files, size, starter="") -> Ends:

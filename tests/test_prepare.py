@@ -151,6 +151,34 @@ def test_of_few_files_the_last_tenth_of_each_is_validation(tmp_path, data_folder
     assert "(10.0%, the last 10% of each document) from 3 doc" in capsys.readouterr().out
 
 
+def test_documents_end_with_eos_if_it_is_not_what_starts_them(tmp_path, data_folder):
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    lines = [json.dumps({"text": f"text {i}"}) for i in range(100)]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    for name, eos in (("two", "</s>"), ("one", "<s>")):
+        files = settings | {"eos_token": eos}
+        theirs = write_tokenizer_json(tmp_path / name, ["<s>", "</s>"], files)
+        tokenizer = find_tokenizer(str(tmp_path / name))
+        dataset = data.Dataset(prepare_text(tmp_path / "t.jsonl", name, tokenizer=tokenizer))
+        found = [token for split in (dataset.train, dataset.val) for token in split.tokens[0]]
+        documents = "".join(map(theirs.id_to_token, map(int, found))).split("<s>")[1:]
+        end = "</s>" if eos == "</s>" else ""
+        assert sorted(documents) == sorted(f"textĠ{i}{end}" for i in range(100))
+        meta = json.loads((data_folder / name / "meta.json").read_text())
+        assert (meta["bos"], meta["bos_default"]) == (0, False)
+        assert meta["tokenizer"]["ends"] == [theirs.token_to_id(eos)]
+
+
+def test_a_dataset_has_bos_by_default_if_its_tokenizer_puts_it_first(tmp_path, data_folder):
+    (tmp_path / "t.txt").write_text(TEXT)
+    for adds_bos in (True, False):
+        name = f"set-{adds_bos}"
+        settings = {"bos_token": "<s>", "add_bos_token": adds_bos}
+        write_tokenizer_json(tmp_path / name, ["<s>"], settings)
+        prepare_text(tmp_path / "t.txt", name, tokenizer=find_tokenizer(str(tmp_path / name)))
+        assert data.Dataset(name).bos == (0 if adds_bos else None)
+
+
 def test_each_line_of_a_jsonl_file_is_a_document(tmp_path, data_folder, capsys):
     """Its text is decoded from JSON; whole lines are validation, as they are many."""
     lines = [json.dumps({"id": i, "text": f"{i} naïve\r\n\u2028☃"}) for i in range(300)]

@@ -361,6 +361,31 @@ def test_the_loss_scale_doubles_after_2000_good_steps(cfg):
         assert (state.loss_scale, state.good_steps) == (loss_scale, 2000)
 
 
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_run_from_another_keeps_what_starts_and_ends_a_text(bos, text_data, call, tmp_path):
+    """Whatever the dataset has by default; a setting changes it."""
+    model = tiny()
+    meta = {"tokenizer": data.ByteTokenizer().to_json(), "ends": [65, 256], "family": "llama"}
+    model.meta = {**meta, "bos": 256 if bos else None}
+    model.save(tmp_path / "parent/step-000000")
+    words = [f"--init_from={tmp_path}/parent", f"--dataset={text_data}", "--max_iters=1"]
+    words += ["--eval_iters=2", "--batch_size=2", "--compile=false", "--device=cpu"]
+    for name, more, expected in (("a", [], bos), ("b", [f"--bos={not bos}".lower()], not bos)):
+        assert_success(call("train.py", *words, f"--out_dir={tmp_path / name}", *more))
+        found = GPT.load(tmp_path / name).meta
+        assert found["bos"] == (256 if expected else None)
+        assert {key: found[key] for key in meta} == meta
+
+
+def test_with_min_doc_the_end_of_a_document_is_a_target(cfg, tmp_path):
+    """The token that separates it from the next one."""
+    documents = [256, *b"short", 256, *b"a longer one", 256, *b"the last one of these"]
+    folder = write_dataset(tmp_path / "data", documents)
+    dataset = train.open_dataset(tiny(block_size=8), cfg(dataset=str(folder), min_doc=9), 8)
+    assert [bytes(part[:-1].tolist()) for part in dataset.train.tokens[:1]] == [b"a longer one"]
+    assert dataset.train.tokens[0][-1] == 256
+
+
 def test_bos_and_documents_are_those_of_the_settings(cfg, text_data):
     model = tiny(block_size=64)
     whole = data.Dataset(text_data)

@@ -158,7 +158,8 @@ def score(blank, model, text, cfg):
         starts_file = [start == 0 for _, start, _ in batch]
         n_bytes = text.count_bytes(x.numpy(), y.numpy(), starts_file)
         if n_bytes is not None:
-            values += [torch.from_numpy(n_bytes), losses * torch.from_numpy(text.is_text(y.numpy()))]
+            is_text = torch.from_numpy(text.is_text(y.numpy()))
+            values += [torch.from_numpy(n_bytes), losses * is_text]
         for (_, start, end), found in zip(cells, rows, strict=True):
             sums = [value[:, start:end].sum(1).tolist() for value in values]
             found += [[round(x, 6) for x in row] for row in zip(*sums, strict=True)]
