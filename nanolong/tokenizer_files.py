@@ -124,7 +124,7 @@ def first_special_id(tokenizer):
 def read_tokenizer(path, ids_of_files=None, vocab_size=None, starter=""):
     """Read a tokenizer.json, or a folder's with its other tokenizer files.
 
-    ids_of_files: those of the model that the tokenizer is for, by default of the same folder;
+    ids_of_files: ids of the model that the tokenizer is for, by default of the same folder;
     vocab_size: its size; starter: see find_ends(). Returns (tokenizer, Ends). Raises UserError for
     damaged files, and for files of another model.
     """
