@@ -164,9 +164,9 @@ class ImportedTokenizer(Tokenizer):
     @functools.cached_property
     def package(self):
         """The tokenizers.Tokenizer, which takes up to a second to load."""
-        package = load_tokenizer_json(self.text)
+        package, settings = load_tokenizer_json(self.text), self.settings
         with rust_errors("the tokens of tokenizer_config.json are damaged", "download it again"):
-            add_tokens(package, self.settings, self.limit)
+            add_tokens(package, settings, self.limit)
         return package
 
     @functools.cached_property
@@ -317,8 +317,10 @@ def add_tokens(package, settings, limit):
         text = token["content"]
         flags = {name: token[name] for name in fields if name in token}
         flags["special"] = flags.get("special", False) or text in named
-        is_known = package.token_to_id(text) is not None
-        if text not in known and (is_known or not limit or package.get_vocab_size() < limit):
+        if text in known:
+            continue
+        is_full = limit and max(package.get_vocab().values()) + 1 >= limit
+        if package.token_to_id(text) is not None or not is_full:
             package.add_tokens([AddedToken(text, **flags)])
             known.add(text)
     for text in sorted(named - known - {None}):
