@@ -304,26 +304,26 @@ def token_text(settings, name):
 def add_tokens(package, settings, limit):
     """Add the tokens that the settings of a tokenizer name to its tokenizers.Tokenizer.
 
-    As in AutoTokenizer a new one gets the next id, whatever the file says, and bos, eos and pad are
+    As in AutoTokenizer a new one gets the next id, whatever the file says, and bos and eos are
     special; a name without a token names none. limit: the size of the vocabulary, or None.
     """
     from tokenizers import AddedToken
 
     known = {token.content for token in package.get_added_tokens_decoder().values()}
-    named = {token_text(settings, name) for name in settings if name.endswith("_token")}
+    named = {token_text(settings, name) for name in ("bos_token", "eos_token")} - {None}
     fields = ("single_word", "lstrip", "rstrip", "normalized", "special")
     decoder = sorted(settings["added_tokens_decoder"].items(), key=lambda item: int(item[0]))
     for _, token in decoder:
         text = token["content"]
-        flags = {name: token[name] for name in fields if name in token}
-        flags["special"] = flags.get("special", False) or text in named
         if text in known:
             continue
+        flags = {name: token[name] for name in fields if name in token}
+        flags["special"] = flags.get("special", False) or text in named
         is_full = limit and max(package.get_vocab().values()) + 1 >= limit
         if package.token_to_id(text) is not None or not is_full:
             package.add_tokens([AddedToken(text, **flags)])
             known.add(text)
-    for text in sorted(named - known - {None}):
+    for text in sorted(named - known):
         if package.token_to_id(text) is not None:
             package.add_tokens([AddedToken(text, special=True)])
 
