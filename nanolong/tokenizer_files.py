@@ -66,8 +66,10 @@ def find_ends(tokenizer, ids_of_files, size, starter="") -> Ends:
         places = ((file, values.get(f"{name}_token_id")) for file, values in ids_of_files.items())
         sources = [(file, as_ids(value, size)) for file, value in places]
         written[name] = first_known(sources)
+    # what the post-processor puts first is bos, whatever the names say
     first = first_special_id(tokenizer) if tokenizer else None
     template = ("tokenizer.json", [] if first is None else [first])
+    # of a tokenizer without a model
     fallback = ("", [])
     if tokenizer and not ids_of_files:
         fallback = ("tokenizer.json", as_ids(tokenizer.package.token_to_id(SEPARATOR), size))
@@ -77,10 +79,12 @@ def find_ends(tokenizer, ids_of_files, size, starter="") -> Ends:
     found = Ends(separator[0] if separator else None)
     if eos and eos[0] != found.separator:
         found.eos = eos[0]
+    # a model may write one that its tokenizer does not name, and the other way round
     found.ids = [*dict.fromkeys(written["eos"][1] + named["eos"][1])]
     found.files = dict.fromkeys(separator, separator_file)
     for file, ids in (named["eos"], written["eos"]):
         found.files = dict.fromkeys(ids, file) | found.files
+    # transformers 5 ignores the flag next to a tokenizer.json, and others heed it
     if tokenizer and tokenizer.settings.get("add_bos_token"):
         starter = "tokenizer_config.json"
     starter = "tokenizer.json" if first is not None else starter
