@@ -366,7 +366,7 @@ class Dataset(Text, Stream):
         self.vocab_size = meta["vocab_size"]
         self.separator = meta["bos"]
         self.bos = self.separator if (meta["bos_default"] if bos is None else bos) else None
-        remedy = "choose another dataset, give --bos=false, or prepare it with --tokenizer=bytes"
+        remedy = "prepare its text with --tokenizer=bytes or a run's, or give --bos=false"
         require(self.bos is not None or not bos, f"dataset {name} has no <bos>: {remedy}")
         self.separate = False
 

@@ -326,7 +326,9 @@ def test_a_damaged_meta_is_refused(change, tmp_path):
 
 def test_bos_and_documents_need_a_dataset_that_has_them(tmp_path):
     plain = make_dataset(tmp_path / "plain", [1, 2, 3], 5)
-    with pytest.raises(UserError, match="no <bos>: choose another dataset, give --bos=false"):
+    with pytest.raises(
+        UserError, match="no <bos>: prepare its text with --tokenizer=bytes or a run's"
+    ):
         data.Dataset(plain, bos=True)
     for setting in ({"min_doc": 3}, {"separate": True}):
         with pytest.raises(UserError, match="no <bos>"):
