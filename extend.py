@@ -82,7 +82,7 @@ class ExtendConfig(TrainConfig):
 LORA = ("lora", "lora_alpha", "lora_also")
 # What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
 INHERITED = (
-    *("dataset", "bos", "optimizer", "lr_schedule", "beta1", "beta2", "grad_clip"),
+    *("dataset", "optimizer", "lr_schedule", "beta1", "beta2", "grad_clip"),
     *("log_interval", "wandb", "device", "dtype", "checkpoint_activations", "seed"),
 )
 # and what --keep_optimizer takes over besides, so that the training goes on
@@ -130,10 +130,11 @@ def default_out_dir(parent, given, before):
 def inherited_settings(meta, given):
     """The settings to take over from the run, of its meta.json."""
     trained = meta.get("train") or {}
+    starts_text = {"bos": meta["bos"] is not None}
     if not trained.get("learning_rate"):  # it was imported
-        return {"bos": meta.get("bos") is not None}
+        return starts_text
     names = INHERITED + (KEPT if given.get("keep_optimizer") else ())
-    saved = {name: trained[name] for name in names if name in trained}
+    saved = starts_text | {name: trained[name] for name in names if name in trained}
     if given.get("lora"):
         saved["optimizer"] = "adamw"
     # The first fine-tuning takes 0.3 of the training's learning rate, later ones keep theirs.
@@ -243,12 +244,8 @@ def extend_model(model, cfg):
         run.check_settings(model.folder, saved, vars(cfg), LORA)
     else:
         pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
-    inherited = ("bos", "tokenizer", "tasks", "dataset", "data_hash", "family")
-    model.meta = {
-        "parent": str(model.folder),
-        "pretraining_tokens": pretraining_tokens,
-        **{name: meta.get(name) for name in inherited},
-    }
+    kept = run.take_over(model, "dataset", "data_hash")
+    model.meta = {**kept, "pretraining_tokens": pretraining_tokens}
 
 
 def check_same_run(model, cfg, path):

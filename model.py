@@ -7,7 +7,7 @@
     for token in model.generate(tokens, 100): ...
 
 Two chapters: the transformer (Attention, MLP, Block, GPTConfig, GPT), and 14 position schemes, of
-which NoPE is the base. At most 1,250 lines.
+which NoPE is the base. At most 1,320 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
 vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.

@@ -7,7 +7,7 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, main. At most 500 lines. A sequence is a function of (seed, its number in the run), so a run
+loop, main. At most 510 lines. A sequence is a function of (seed, its number in the run), so a run
 is the same on any number of processes, and one that was stopped resumes with the same bits.
 """
 
@@ -32,7 +32,7 @@ class TrainConfig:
     # [data]
     # a folder with token files: a path, or a name under data/; long:0.34,short:0.66 mixes several
     dataset: str = "python"
-    bos: bool | None = None  # start every sequence with <bos>; auto: on for datasets of bytes
+    bos: bool | None = None  # start every sequence with <bos>; auto: as the parent or tokenizer
     min_doc: int = 0  # train on documents of at least so many tokens only
     separate_docs: bool = False  # attention stays inside a document
     # [optimisation]
@@ -129,7 +129,9 @@ def open_dataset(model, cfg, train_length):
         source.val.require_length(cfg.eval_length or model.config.block_size)
     tokenizer = tokenizer or (dataset.tokenizer and dataset.tokenizer.to_json())
     tasks = sorted(dataset.tasks.union(model.meta.get("tasks", ())))
-    model.meta = {**model.meta, "tokenizer": tokenizer, "bos": dataset.bos, "tasks": tasks}
+    ends = model.meta.get("ends") or (dataset.tokenizer.ends if dataset.tokenizer else [])
+    model.meta = {**model.meta, "tokenizer": tokenizer, "bos": dataset.bos, "ends": ends}
+    model.meta["tasks"] = tasks
     return dataset
 
 
@@ -165,9 +167,8 @@ class Batches:
         """A micro-batch: arguments of the model by name, its scored tokens, and its seed."""
         cfg = self.cfg
         seed = ((cfg.seed << 40) + first) % (1 << 63)  # of dropout, and of random positions
-        parts = self.dataset.batch(
-            first, cfg.batch_size, self.train_length, cfg.seed, self.max_position
-        )
+        what = (first, cfg.batch_size, self.train_length, cfg.seed, self.max_position)
+        parts = self.dataset.batch(*what)
         data.check_batch(parts, (cfg.batch_size, self.train_length), type(self.dataset).__name__)
         x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
         if pos is None:
@@ -194,20 +195,27 @@ def model_inputs(x, y, pos, docs, device):
 def estimate_loss(model, dataset, cfg, stop=()):
     """The validation loss, over all processes; None if a stop signal came.
 
-    Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} if the tokenizer is known; of
-    a mixture the weighted mean, and {"val_loss_<name>"} of each dataset; {} without a validation
-    set. eval_iters=n scores n sequences, evenly spaced and always the same; 0 scores all.
+    Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} of the targets that stand for
+    bytes if the tokenizer is known; of a mixture as in a text with these fractions of its tokens,
+    and {"val_loss_<name>"} of each dataset; {} without a validation set. eval_iters=n scores n
+    sequences, evenly spaced and always the same; 0 scores all.
     """
-    if isinstance(dataset, data.Mixture):
-        return dataset.combine(estimate_loss(model, part, cfg, stop) for part in dataset.sources)
     if dataset.val is None:
         return {}
+    sums = [sum_losses(model, source, cfg, stop) for source in dataset.sources]
+    return None if None in sums else dataset.combine(sums)
+
+
+def sum_losses(model, dataset, cfg, stop):
+    """Sums over the validation sequences: of scored targets, of their losses in nats, of the losses
+    of targets that stand for text, and of its bytes, 0 if unknown; None at a stop signal.
+    """
     rank, world = parallel.data_rank_and_world()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
     indices = dataset.val.spaced(cfg.eval_iters, T)
     batches = [indices[i : i + cfg.batch_size] for i in range(0, len(indices), cfg.batch_size)]
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, tokens, bytes of text
+    sums = torch.zeros(4, dtype=torch.float64)
     was_training = model.training
     model.eval()
     rounds = range(rank, math.ceil(len(batches) / world) * world, world)
@@ -221,22 +229,21 @@ def estimate_loss(model, dataset, cfg, stop=()):
         x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
         pos = data.random_positions(model.config, len(x), T, batch[0])
         inputs, n_targets = model_inputs(x, y, pos, dataset.document_ids(x), device)
-        ids = (inputs[name].cpu().numpy() for name in ("tokens", "targets"))
+        ids = [inputs[name].cpu().numpy() for name in ("tokens", "targets")]
         n_bytes = dataset.count_bytes(*ids)  # None: unknown
         # not the compiled model, which would be compiled again, without gradients
         with devices.autocast(device, getattr(torch, cfg.dtype)):
-            loss_sum = model(**inputs, reduction="sum")
+            losses = model(**inputs, reduction="none").cpu().double().numpy()
         if number < len(batches):
-            found = [loss_sum.item(), n_targets, 0 if n_bytes is None else n_bytes.sum()]
+            found = [n_targets, losses.sum(), 0, 0]
+            if n_bytes is not None:
+                found[2:] = losses[dataset.is_text(ids[1])].sum(), n_bytes.sum()
             sums += torch.tensor(found, dtype=torch.float64)
     parallel.reshard(model)
     model.train(was_training)
-    loss_sum, n_tokens, n_bytes = parallel.sum_over_processes(sums).tolist()
-    require(n_tokens, "none of these validation targets is scored: raise --eval_iters")
-    metrics = {"val_loss": loss_sum / n_tokens}
-    if n_bytes:
-        metrics["val_bits_per_byte"] = loss_sum / math.log(2) / n_bytes
-    return metrics
+    sums = parallel.sum_over_processes(sums).tolist()
+    require(sums[0], "none of these validation targets is scored: raise --eval_iters")
+    return sums
 
 
 # -----------------------------------------------------------------------------
@@ -436,7 +443,8 @@ def run_defaults(given, paths):
     init_from = given.get("init_from", "scratch")
     saved = {}
     if init_from not in ("scratch", "resume", "auto"):
-        saved = run.read_meta(run.find_checkpoint(init_from))["config"]
+        meta = run.read_meta(run.find_checkpoint(init_from))
+        saved = {**meta["config"], "bos": meta["bos"] is not None}
         pos = saved["pos"]
     dataset = data.short_name(given.get("dataset", TrainConfig.dataset))
     out_dir = given.get("out_dir") or f"out/{dataset}-{pos}"
@@ -458,8 +466,7 @@ def make_model(args):
         asked = vars(args.model_config)
         run.check_settings(model.folder, vars(model.config), asked, args.given & asked.keys())
         if not cfg.resumes:
-            kept = {name: model.meta.get(name) for name in ("tokenizer", "bos", "tasks", "family")}
-            model.meta = {**kept, "parent": str(model.folder)}
+            model.meta = run.take_over(model)
         return model
     config.vocab_size = data.vocabulary_size(cfg.dataset)
     names = [Path(file).stem for file in cfg.entry]

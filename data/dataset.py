@@ -32,10 +32,20 @@ class Stream(Protocol):
     hash: text that identifies the data; a run is resumed only on data with the same. val: the
     validation set, a Split or an object with its spaced() and sequence(); None: no evaluations.
     Tokenizer and <bos> are not asked for: checkpoints have model.meta["tokenizer"] and ["bos"].
+    sources, fractions: for Mixture, whose sources are evaluated apart.
     """
 
     hash: str = ""
     val: "Split | None" = None
+    fractions = (1.0,)
+
+    @property
+    def sources(self):
+        return (self,)
+
+    def weigh(self, values):
+        """The mean of values of the sources, weighted by their fractions."""
+        return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))
 
     def batch(self, first, batch_size, length, seed, max_position):
         """Read the sequences from number `first` on, each a function of (seed, number).
@@ -43,6 +53,20 @@ class Stream(Protocol):
         Returns NumPy arrays (batch_size, length) int64: inputs, targets (-1 is not scored),
         positions or None, document ids or None (with them, set separate_docs of TrainConfig).
         """
+
+    def combine(self, sums):
+        """The metrics of an evaluation, of what sum_losses() of train.py returned for each source:
+        of several as of a text with these fractions of its tokens.
+        """
+        by_token = [[x / n_targets for x in rest] for n_targets, *rest in sums]
+        loss, text_loss, n_bytes = map(self.weigh, zip(*by_token, strict=True))
+        metrics = {"val_loss": loss}
+        if n_bytes:
+            metrics["val_bits_per_byte"] = text_loss / math.log(2) / n_bytes
+        if len(sums) > 1:
+            for source, (loss, *_) in zip(self.sources, by_token, strict=True):
+                metrics[f"val_loss_{Path(source.name).name}"] = loss
+        return metrics
 
     def describe(self, n_tokens, train_length, n_val, val_length):
         """List the lines that a run of n_tokens prints, which evaluates n_val sequences."""
@@ -53,6 +77,10 @@ class Stream(Protocol):
 
     def count_bytes(self, x, y):
         """Count the bytes of text of validation targets y with inputs x; None: unknown."""
+
+    def is_text(self, y):
+        """Return which validation targets stand for these bytes, if they are known."""
+        return y >= 0
 
 
 # -----------------------------------------------------------------------------
@@ -73,8 +101,8 @@ class Split:
     """The token files of training or validation, cut into sequences that do not overlap.
 
     A sequence of `length` targets lies within one file. bos: an id that is put before every
-    sequence, so that the first token of text is a target too; as a target it is not scored (-1).
-    None: the inputs start with a token of the text. tokens: an array for each of the files, which
+    sequence, so that the first token of text is a target too; None: the inputs start with a token
+    of the text. What separates documents is a target. tokens: an array for each of the files, which
     may occur several times, once for each document that was selected; None: all they hold.
     masked_file: the first file that has a mask, or None: see MaskedSplit.
     """
@@ -148,8 +176,7 @@ class Split:
         """Shift tokens of text by one: inputs and targets."""
         if self.bos is None:
             return tokens[:-1], tokens[1:]
-        inputs = np.concatenate(([self.bos], tokens[:-1]))
-        return inputs, np.where(tokens == self.bos, -1, tokens)
+        return np.concatenate(([self.bos], tokens[:-1])), tokens
 
     def pose_sequence(self, file, start, length, max_position, rng):
         """Make a sequence for positional skip-wise training (PoSE: Zhu et al. 2024).
@@ -304,6 +331,10 @@ class Text:
                 found += int(self.tokenizer.byte_lengths.take(part, mode="clip").sum())
         return self.n_bytes / found if found else 1.0
 
+    def is_text(self, y):
+        """Return which targets y stand for text: no token of a start or an end, and none of -1."""
+        return (self.tokenizer.byte_lengths.take(y, mode="clip") > 0) & (y >= 0)
+
     def count_bytes(self, x, y, starts_file=False):
         """Count the bytes of text of the targets y of sequences with inputs x, (B, T) each; 0 of
         those that are not scored. None if they are unknown.
@@ -345,7 +376,7 @@ class Dataset(Text, Stream):
         self.vocab_size = meta["vocab_size"]
         self.separator = meta["bos"]
         self.bos = self.separator if (meta["bos_default"] if bos is None else bos) else None
-        remedy = "choose another dataset, leave --bos out, or prepare it with --tokenizer=bytes"
+        remedy = "prepare its text with --tokenizer=bytes or a run's, or give --bos=false"
         require(self.bos is not None or not bos, f"dataset {name} has no <bos>: {remedy}")
         self.separate = False
 
@@ -364,8 +395,6 @@ class Dataset(Text, Stream):
         self.hash = token_files.hash_files(files + masks)
         self.n_bytes = meta.get("bytes", {}).get("val")
         self.tasks = set(meta.get("tasks", ()))
-        self.sources = (self,)
-        self.fractions = (1.0,)
 
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None):
         """Raise UserError unless a model can read this text, as far as known.
@@ -397,8 +426,9 @@ class Dataset(Text, Stream):
         )
         if not min_doc:
             return
+        # with the separator that follows, so that the end of a document is a target
         documents = [
-            (file, tokens[start:stop])
+            (file, tokens[start : stop + 1])
             for file, tokens in zip(self.train.files, self.train.tokens, strict=True)
             for start, stop in find_documents(tokens, self.separator)
             if stop - start >= min_doc
@@ -435,10 +465,6 @@ class Dataset(Text, Stream):
                 found = f"{n_long:,} of {len(source.train.tokens):,} documents of {source.name}"
                 lines.append(f"{found} are too long for {train_length:,} tokens, and are split")
         return lines
-
-    def weigh(self, values):
-        """The mean of values of the sources, weighted by their fractions."""
-        return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))
 
     def document_ids(self, x):
         """Number the documents of inputs (..., T): of this shape, or None unless they are kept
@@ -494,6 +520,8 @@ class Mixture(Dataset):
     files; hash is the sources' hashes, with commas.
     """
 
+    sources = ()
+
     def __init__(self, name, fractions, bos=None):
         self.name = name
         self.sources = tuple(Dataset(source, bos) for source in fractions)
@@ -531,21 +559,3 @@ class Mixture(Dataset):
         """Return the number of the source of sequence `index` of a training run."""
         ends = np.cumsum(self.fractions)[:-1]
         return int(np.searchsorted(ends, generator(seed, index, 1).random(), "right"))
-
-    def combine(self, evaluations):
-        """The mean of {"val_loss", ...} of the sources, weighted by their fractions, as in a text
-        with these fractions of its tokens; None if one of them is.
-        """
-        found = list(evaluations)
-        if None in found:
-            return None
-        losses = [evaluation["val_loss"] for evaluation in found]
-        combined = {"val_loss": self.weigh(losses)}
-        bits = [evaluation.get("val_bits_per_byte") for evaluation in found]
-        if all(bits):
-            sizes = self.weigh(a / b for a, b in zip(losses, bits, strict=True))
-            combined["val_bits_per_byte"] = combined["val_loss"] / sizes
-        for name in found[0].keys() - {"val_loss", "val_bits_per_byte"}:
-            combined[name] = self.weigh(evaluation[name] for evaluation in found)
-        names = [f"val_loss_{Path(source.name).name}" for source in self.sources]
-        return combined | dict(zip(names, losses, strict=True))

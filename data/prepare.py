@@ -50,7 +50,8 @@ class PrepareConfig:
     task: tuple[str, ...] = ()
     length: int = 256  # the most tokens of a document, and so the sequences to train on
     documents: int = 25_000  # documents for training
-    # start documents with <bos>, and so prompts of models that train on them; auto: of bytes
+    # start documents with <bos>, and so prompts of models that train on them; auto: of bytes, and
+    # of a tokenizer that does
     bos: bool | None = None
 
 
@@ -84,7 +85,7 @@ def prepare_tasks(
     problem = f"--tokenizer={tokenizer} is made of a text, and --task has none"
     is_ready = not isinstance(tokenizer, str)
     require(is_ready, f"{problem}: give bytes, or the tokenizer of a dataset or a run")
-    bos = isinstance(tokenizer, ByteTokenizer) if bos is None else bos
+    bos = tokenizer.starts_text if bos is None else bos
     problem = "no token of this tokenizer starts a document"
     require(tokenizer.bos is not None or not bos, f"{problem}: leave out --bos")
 
@@ -105,7 +106,8 @@ def find_tokenizer(name):
     if name in ("bytes", "char", "bpe"):
         return name
     if path.suffix == ".json" or (path / "tokenizer.json").is_file() and not is_checkpoint:
-        tokenizer, _ = tokenizer_files.read_tokenizer(path)
+        tokenizer, ends = tokenizer_files.read_tokenizer(path)
+        print(ends.describe(tokenizer))
         if tokenizer.bos is None:
             print(f"note: no token separates documents: {path} names no bos_token or eos_token")
         return tokenizer
@@ -113,10 +115,13 @@ def find_tokenizer(name):
         return BPETokenizer.named(name)
     from nanolong import run
 
-    spec = run.read_meta(run.find_checkpoint(name)).get("tokenizer")
+    meta = run.read_meta(run.find_checkpoint(name))
     remedy = "prepare its token files with your own program, or choose another --tokenizer"
-    require(spec, f"the model in {name} works on token ids and has no tokenizer: {remedy}")
-    return tokenizer_from_json(spec)
+    problem = f"the model in {name} works on token ids and has no tokenizer"
+    require(meta["tokenizer"], f"{problem}: {remedy}")
+    tokenizer = tokenizer_from_json(meta["tokenizer"])
+    tokenizer.starts_text = meta["bos"] is not None
+    return tokenizer
 
 
 def main(argv=None):

@@ -403,7 +403,7 @@ def train_bpe(texts, vocab_size: int) -> ImportedTokenizer:
 
 def encode_parts(tokenizer, parts):
     """Encode a document that comes in parts: yield ids. None of its parts is empty."""
-    rest = ""
+    rest, number = "", None
     for number, part in enumerate(parts):
         if number == 0 and tokenizer.bos is not None:
             yield [tokenizer.bos]
@@ -418,6 +418,9 @@ def encode_parts(tokenizer, parts):
             rest = rest[cut + tokenizer.added_bytes :]
     if rest:
         yield tokenizer.encode(rest)
+    # a document that ends at another token than the next one's first ends with it
+    if number is not None and tokenizer.eos is not None:
+        yield [tokenizer.eos]
 
 
 def find_cut(text, tokenizer):
@@ -468,7 +471,7 @@ def write_files(folder, tokenizer, pieces, about, masked=False):
         "tokenizer": tokenizer.to_json(),
         "vocab_size": tokenizer.vocab_size,
         "bos": tokenizer.bos,
-        "bos_default": isinstance(tokenizer, ByteTokenizer),
+        "bos_default": tokenizer.starts_text,
         **about,
         "tokens": n_tokens,
     }

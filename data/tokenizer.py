@@ -6,6 +6,8 @@ Every tokenizer has
     decode(ids)     the bytes that ids stand for, as a continuation; special tokens stand for none
     vocab_size      the number of ids, which is the model's if its vocabulary is padded
     bos, eos        the ids that start and end a document, or None; eos only if it is not bos
+    starts_text     whether bos is put before every text
+    ends            the ids that end a text: a model with several writes any of them
     special_tokens  text -> id
     byte_lengths    (vocab_size,) how many bytes each id stands for
     added_bytes     how many bytes encode() puts before a text: 1 if that is a space
@@ -31,11 +33,17 @@ SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 class Tokenizer:
     eos = None
+    starts_text = False
     added_bytes = 0
     special_tokens = {}
 
     def decode(self, ids):
         return b"".join(self.token_bytes[i] for i in ids if i < len(self.token_bytes))
+
+    @property
+    def ends(self):
+        end = self.bos if self.eos is None else self.eos
+        return [] if end is None else [end]
 
     @functools.cached_property
     def byte_lengths(self):
@@ -47,6 +55,7 @@ class ByteTokenizer(Tokenizer):
 
     vocab_size = 257
     bos = 256
+    starts_text = True
     special_tokens = {"<bos>": 256}
     token_bytes = [bytes([i]) for i in range(256)] + [b""]
 
@@ -133,22 +142,32 @@ class BPETokenizer(Tokenizer):
 class ImportedTokenizer(Tokenizer):
     """A tokenizer.json, and the other tokenizer files that a model came with.
 
-    files: name -> content; one is tokenizer.json. bos, eos: their ids. vocab_size: the model's, by
-    default the file's.
+    files: name -> bytes; one is tokenizer.json. vocab_size: the model's, by default the file's. The
+    others are what nanolong/tokenizer_files.py found in the files.
     """
 
-    def __init__(self, files: dict[str, bytes], bos=None, eos=None, vocab_size=None):
+    def __init__(self, files, bos=None, eos=None, vocab_size=None, starts_text=False, ends=()):
         self.files = {name: bytes(content) for name, content in files.items()}
         with rust_errors("tokenizer.json is damaged", "download it again"):
             self.text = self.files["tokenizer.json"].decode()
         self.bos = bos
         self.eos = eos
+        self.starts_text = starts_text
+        self.known_ends = ends
+        self.limit = vocab_size  # no token beyond the model's vocabulary is added
         self.vocab_size = vocab_size or 1 + max(self.package.get_vocab().values(), default=-1)
+
+    @property
+    def ends(self):
+        return [*self.known_ends] or super().ends
 
     @functools.cached_property
     def package(self):
         """The tokenizers.Tokenizer, which takes up to a second to load."""
-        return load_tokenizer_json(self.text)
+        package, settings = load_tokenizer_json(self.text), self.settings
+        with rust_errors("the tokens of tokenizer_config.json are damaged", "download it again"):
+            add_tokens(package, settings, self.limit)
+        return package
 
     @functools.cached_property
     def special_tokens(self):
@@ -157,13 +176,21 @@ class ImportedTokenizer(Tokenizer):
 
     @property
     def settings(self):
-        """The content of tokenizer_config.json, or {}."""
+        """The content of tokenizer_config.json and of older files, as AutoTokenizer reads them."""
+        settings = self.read_json("tokenizer_config.json")
+        if "added_tokens_decoder" in settings:
+            return settings
+        older = self.read_json("added_tokens.json")
+        decoder = {i: {"content": token} for token, i in older.items()}
+        settings |= self.read_json("special_tokens_map.json")
+        return settings | {"added_tokens_decoder": decoder}
+
+    def read_json(self, name):
+        """Return the object in one of the files, {} if there is no such file."""
         try:
-            return dict(json.loads(self.files.get("tokenizer_config.json", "{}")))
+            return dict(json.loads(self.files.get(name, "{}")))
         except (ValueError, TypeError, RecursionError) as error:
-            raise UserError(
-                f"tokenizer_config.json is damaged ({error}): download it again"
-            ) from None
+            raise UserError(f"{name} is damaged ({error}): download it again") from None
 
     def encode(self, text):
         remedy = "leave out characters that it lacks, and bytes that are no UTF-8"
@@ -223,7 +250,7 @@ class ImportedTokenizer(Tokenizer):
         return len(self.decode(self.encode(text))) - len(text.encode())
 
     def to_json(self):
-        names = ("bos", "eos", "vocab_size", "files")
+        names = ("bos", "eos", "vocab_size", "starts_text", "ends", "files")
         return {"kind": "imported"} | {name: getattr(self, name) for name in names}
 
 
@@ -265,6 +292,40 @@ def load_tokenizer_json(text: str):
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def token_text(settings, name):
+    """Return the text of bos_token or another token of a tokenizer's settings, or None."""
+    token = settings.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def add_tokens(package, settings, limit):
+    """Add the tokens that the settings of a tokenizer name to its tokenizers.Tokenizer.
+
+    As in AutoTokenizer a new one gets the next id, whatever the file says, and bos and eos are
+    special; a name without a token names none. limit: the size of the vocabulary, or None.
+    """
+    from tokenizers import AddedToken
+
+    known = {token.content for token in package.get_added_tokens_decoder().values()}
+    named = {token_text(settings, name) for name in ("bos_token", "eos_token")} - {None}
+    fields = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    decoder = sorted(settings["added_tokens_decoder"].items(), key=lambda item: int(item[0]))
+    for _, token in decoder:
+        text = token["content"]
+        if text in known:
+            continue
+        flags = {name: token[name] for name in fields if name in token}
+        flags["special"] = flags.get("special", False) or text in named
+        is_full = limit and max(package.get_vocab().values()) + 1 >= limit
+        if package.token_to_id(text) is not None or not is_full:
+            package.add_tokens([AddedToken(text, **flags)])
+            known.add(text)
+    for text in sorted(named - known):
+        if package.token_to_id(text) is not None:
+            package.add_tokens([AddedToken(text, special=True)])
 
 
 @functools.cache

@@ -61,8 +61,8 @@ def forward(model, tokens, memory, capacity):
     return model.head(model.norm(x)), kept
 
 
-def stream_losses(model, split, bos, capacity, b, steps):
-    """Yield the losses (B, L) of a segment of each stream, in nats; nan: a start of a document."""
+def stream_losses(model, split, capacity, b, steps):
+    """Yield the losses (B, L) of a segment of each stream, in nats."""
     text = max(split.tokens, key=len)
     shape = (b.streams, (len(text) - 1) // (b.streams * b.L), b.L)
     inputs, targets = (text[i : i + np.prod(shape)].reshape(shape) for i in (0, 1))
@@ -74,8 +74,7 @@ def stream_losses(model, split, bos, capacity, b, steps):
         both = np.stack((inputs[:, segment], targets[:, segment])).astype(np.int64)
         x, y = torch.from_numpy(both).to(model.embed.weight.device)
         logits, memory = forward(model, x, memory, capacity)
-        losses = F.cross_entropy(logits.mT, y, reduction="none")
-        yield losses if bos is None else losses.masked_fill(y == bos, torch.nan)
+        yield F.cross_entropy(logits.mT, y, reduction="none")
 
 
 def train(arm, pos, capacity, dataset):
@@ -84,9 +83,9 @@ def train(arm, pos, capacity, dataset):
     settings = TrainConfig(learning_rate=3e-3, max_iters=b.steps, warmup_iters=b.warmup)
     optimizers = make_optimizers(model, settings)
     # one step for each segment, in the order of the text
-    segments = stream_losses(model, dataset.train, dataset.bos, capacity, b, b.steps)
+    segments = stream_losses(model, dataset.train, capacity, b, b.steps)
     for step, losses in enumerate(segments):
-        losses.nanmean().backward()
+        losses.mean().backward()
         update_weights(model, optimizers, get_lr(settings, step))
     return model
 
@@ -101,9 +100,9 @@ def measure(arm):
     for capacity in (0, b.L, 2 * b.L, 4 * b.L):
         steps = b.skipped + b.scored  # the first segments fill the memory, and are not scored
         with evaluation_mode(model, torch.float32):
-            losses = list(stream_losses(model, dataset.val, dataset.bos, capacity, b, steps))
+            losses = list(stream_losses(model, dataset.val, capacity, b, steps))
         losses = torch.cat(losses[b.skipped :]).double()
-        early, late = losses[:, : b.L // 4].nanmean(), losses[:, -b.L // 4 :].nanmean()
-        found["loss", b.L + capacity] = losses.nanmean().item()
+        early, late = losses[:, : b.L // 4].mean(), losses[:, -b.L // 4 :].mean()
+        found["loss", b.L + capacity] = losses.mean().item()
         found["early - late", b.L + capacity] = (early - late).item()
     return found

@@ -8,8 +8,8 @@ import importlib.util
 import json
 from datetime import datetime
 
+from data.tokenizer import token_text
 from nanolong.errors import UserError, require
-from nanolong.tokenizer_files import token_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 ANSWER = {"role": "assistant", "content": "The answer is 42."}
@@ -30,18 +30,14 @@ def encode_chat(tokenizer, message: str, system: str = ""):
     if system:
         messages.insert(0, {"role": "system", "content": system})
     prompt = render(tokenizer, messages, add_generation_prompt=True)
-    # eos ends an answer, and so does the token that the template puts after one, such as <|im_end|>
-    eos = token_text(tokenizer.settings, "eos_token")
-    stop = {
-        tokenizer.bos if tokenizer.eos is None else tokenizer.eos,
-        tokenizer.special_tokens.get(eos),
-    }
+    # a token that ends a text ends an answer, and so does the one that the template puts after it
+    stop = {*tokenizer.ends}
     text = render(tokenizer, [*messages, ANSWER], add_generation_prompt=False)
     _, found, after = text.rpartition(ANSWER["content"])
     ids = tokenizer.encode_with_special_tokens(after) if found else []
     # the first one: those that follow may begin the next turn
     stop.update([i for i in ids if i in tokenizer.special_tokens.values()][:1])
-    return tokenizer.encode_with_special_tokens(prompt), stop - {None}
+    return tokenizer.encode_with_special_tokens(prompt), stop
 
 
 def find_template(tokenizer):

@@ -34,7 +34,7 @@ def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
         texts = [text.decode() for text in texts]
         require(texts, f"{path} has no prompts: write one a line")
     # bos starts the next document
-    end_ids = {tokenizer.bos, tokenizer.eos} - {None}
+    end_ids = {tokenizer.bos, *tokenizer.ends} - {None}
     for text in texts:
         # bytes of the command line that are not UTF-8 are surrogate escapes
         printable = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

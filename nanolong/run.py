@@ -59,6 +59,7 @@ class Meta:
     data_hash: str | None = None
     tokenizer: dict | None = None
     bos: int | None = None  # the token that starts every text
+    ends: list = field(default_factory=list)  # the tokens that end a text
     tasks: list = field(default_factory=list)  # kinds of data/tasks.py that it was trained on
     # where the weights came from
     parent: str | None = None  # the checkpoint that was extended, or whose weights training took
@@ -294,6 +295,12 @@ def settings_to_resume(given, out_dir):
     require(meta["train"], f"{steps[-1]} was not written by training: give another --out_dir")
     of_one_command = {"stop_at": 0, "overwrite": False, "entry": ()}
     return {**meta["config"], **meta["train"], **of_one_command}
+
+
+def take_over(model, *more):
+    """What a run takes over from the checkpoint of its parent, as meta of a new run."""
+    names = ("tokenizer", "bos", "ends", "tasks", "family", *more)
+    return {"parent": str(model.folder), **{name: model.meta.get(name) for name in names}}
 
 
 def check_settings(folder, saved, asked, names):

@@ -36,7 +36,7 @@ def test_the_difference_of_two_checkpoints_is_over_the_same_sequences(make, text
             of_sequences.append((of_tokens * (y[0] >= 0)).sum().item())
         by_model.append(np.array(of_sequences))
     differences = by_model[1] - by_model[0]
-    tokens = [count for _, count, _ in first["by_sequence"]]
+    tokens = [count for _, count, *_ in first["by_sequence"]]
     mean = differences.sum() / sum(tokens)
     assert second["difference"]["mean"] == pytest.approx(mean, abs=1e-5)
     residuals = differences - mean * np.array(tokens)

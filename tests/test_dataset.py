@@ -132,7 +132,7 @@ def test_the_hash_of_a_large_file_depends_on_its_size_and_ends(tmp_path):
 @given(st.lists(IDS, min_size=1, max_size=5), st.integers(1, 20), st.booleans())
 @settings(deadline=None)
 def test_sequences_cover_every_target_once_within_files(files, length, has_bos):
-    """Against slices of the lists. With <bos> they begin with it, and it is never scored."""
+    """Against slices of the lists. With <bos> they begin with it; what separates is a target."""
     files = [[*ids, 59] for ids in files]
     bos = 59 if has_bos else None
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +143,7 @@ def test_sequences_cover_every_target_once_within_files(files, length, has_bos):
                 x = [59, *ids[start : start + length - 1]] if has_bos else ids[start:][:length]
                 y = ids[start : start + length] if has_bos else ids[start + 1 :][:length]
                 if len(x) == len(y) == length:
-                    expected.append((x, [-1 if has_bos and i == 59 else i for i in y]))
+                    expected.append((x, y))
         assert split.n_sequences(length).sum() == len(expected)
         found = [split.sequence(i, length) for i in range(len(expected))]
         assert [(x.tolist(), y.tolist()) for x, y in found] == expected
@@ -259,14 +259,15 @@ def test_the_fraction_of_long_documents_counts_tokens(documents):
 def test_short_documents_are_left_out(documents):
     documents.select(min_doc=6)
     contents = [set(tokens.tolist()) for tokens in documents.train.tokens]
-    assert contents == [{2}, {3}, {4}]
+    # with the separator that follows each but the last
+    assert contents == [{2, 9}, {3, 9}, {4}]
     for index in range(20):
         x, y, *_ = documents.batch(index, 2, 12, 1)
         assert (x[:, 0] == 9).all()
         # a sequence stays inside a document
-        assert all(len(set(targets)) == 1 for targets in y.tolist())
+        assert all(len(set(targets) - {9}) == 1 for targets in y.tolist())
     documents.select(min_doc=12)
-    assert [len(tokens) for tokens in documents.train.tokens] == [30, 12]
+    assert [len(tokens) for tokens in documents.train.tokens] == [31, 13]
     documents.select(min_doc=100)
     with pytest.raises(UserError, match="--min_doc"):
         documents.train.require_length(3)
@@ -336,7 +337,9 @@ def test_a_damaged_meta_is_refused(change, tmp_path):
 
 def test_bos_and_documents_need_a_dataset_that_has_them(tmp_path):
     plain = make_dataset(tmp_path / "plain", [1, 2, 3], 5)
-    with pytest.raises(UserError, match="no <bos>: choose another dataset, leave --bos out"):
+    with pytest.raises(
+        UserError, match="no <bos>: prepare its text with --tokenizer=bytes or a run's"
+    ):
         data.Dataset(plain, bos=True)
     for setting in ({"min_doc": 3}, {"separate": True}):
         with pytest.raises(UserError, match="no <bos>"):

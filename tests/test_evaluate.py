@@ -33,21 +33,28 @@ def test_records_are_the_losses_of_one_sequence_at_a_time(make, text_data):
     records = measure({"m": model}, (21,), "chunked", "last-quarter", "position", max_tokens=100)
     chunked, last_quarter, *parts = records
     val = data.Dataset(str(text_data)).val
-    of_tokens = []
+    of_tokens, targets = [], []
     for place in loss.find_sequences(val, 21, 100):
         x, y = loss.read_sequences(val, 21, [place])
         losses = losses_of(model, x[0], y[0].clamp(min=0))
         of_tokens.append(losses.where(y[0] >= 0, math.nan))
+        targets.append(y)
     of_tokens = torch.stack(of_tokens)  # nan where nothing is scored
+    is_byte = torch.cat(targets) < 256
+    is_byte &= ~of_tokens.isnan()
+    assert is_byte.sum() < (~of_tokens.isnan()).sum()  # the end of a document is a target, too
     ranges = [(0, 21), (15, 21), *zip((0, *ENDS), ENDS, strict=False)]
     for record, (start, end) in zip(records, ranges, strict=True):
         part = of_tokens[:, start:end]
-        assert record["tokens"] == (~part.isnan()).sum() == record["bytes"]
+        assert record["tokens"] == (~part.isnan()).sum()
+        assert record["bytes"] == is_byte[:, start:end].sum()
         assert record["loss"] == pytest.approx(part.nanmean().item(), abs=1e-5)
         assert record["n"] == (~part.isnan()).any(1).sum() and record["low"] is None
         if "by_sequence" in record:
-            sums = [row[0] for row in record["by_sequence"]]
+            sums, _, _, of_bytes = zip(*record["by_sequence"], strict=True)
             assert sums == pytest.approx(part.nansum(1).tolist(), abs=1e-4)
+            of_text = part.where(is_byte[:, start:end], 0).nansum(1)
+            assert of_bytes == pytest.approx(of_text.tolist(), abs=1e-4)
     assert [part["position"][1] for part in parts] == ENDS
     keys = "checkpoint task protocol length loss low high n tokens bytes by_sequence ids"
     assert list(chunked) == list(last_quarter) == keys.split()

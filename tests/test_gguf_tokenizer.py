@@ -173,7 +173,7 @@ def test_bos_starts_a_text_where_the_file_says_so(name, given, adds_bos):
     metadata = dict(train(name))
     if given is not None:
         metadata["tokenizer.ggml.add_bos_token"] = given
-    assert read("model.gguf", metadata)[1] == (1 if adds_bos else None)
+    assert read("model.gguf", metadata)[1].bos == (1 if adds_bos else None)
     assert (build_tokenizer(metadata).encode("a").ids[0] == 1) == adds_bos
 
 

@@ -128,8 +128,8 @@ def train(kind):
 def import_tokenizer(kind):
     """train(), imported."""
     files = {"tokenizer.json": train(kind).to_str().encode()}
-    model_config = {"bos_token_id": 1, "eos_token_id": 2}
-    tokenizer, _ = tokenizer_files.make_tokenizer(files, model_config, PADDED_VOCAB_SIZE)
+    ids = {"config.json": {"bos_token_id": 1, "eos_token_id": 2}}
+    tokenizer, _ = tokenizer_files.make_tokenizer(files, ids, PADDED_VOCAB_SIZE)
     return tokenizer
 
 
@@ -199,7 +199,6 @@ def test_bytes_of_documents_are_counted(kind, tmp_path):
     n_bytes = len("".join(documents).encode())
     assert dataset.count_bytes(x, y).sum() == n_bytes
     with_bos = data.Dataset(tmp_path / "set", bos=True)
-    y = np.where(y == ours.bos, -1, y)
     assert with_bos.count_bytes(x, y).sum() == n_bytes + ours.added_bytes
     assert with_bos.count_bytes(x, y, [True]).sum() == n_bytes
 
@@ -244,9 +243,9 @@ def test_an_added_token_that_is_not_special_is_text():
 def test_special_ids_are_those_of_the_configs(kind, config, model_config, bos, eos, first):
     files = {"tokenizer.json": train(kind).to_str().encode()}
     files["tokenizer_config.json"] = json.dumps(config).encode()
-    made = tokenizer_files.make_tokenizer(files, model_config, PADDED_VOCAB_SIZE)
-    tokenizer, starts_text = made
-    assert (tokenizer.bos, tokenizer.eos, starts_text) == (bos, eos, first)
+    ids = {"config.json": model_config}
+    tokenizer, ends = tokenizer_files.make_tokenizer(files, ids, PADDED_VOCAB_SIZE)
+    assert (tokenizer.bos, tokenizer.eos, ends.bos) == (bos, eos, first)
 
 
 # -----------------------------------------------------------------------------
@@ -292,9 +291,9 @@ def test_bytes_are_written_for_the_package(text, adds_bos):
     assert theirs.encode(text).ids == [ours.bos] * adds_bos + ids
     assert theirs.decode(ids) == text
     assert theirs.token_to_id("<bos>") == ours.bos == theirs.get_vocab_size() - 1
-    model_config = {"bos_token_id": ours.bos, "eos_token_id": ours.bos}
-    again, bos = tokenizer_files.make_tokenizer(files, model_config, ours.vocab_size)
-    assert (again.bos, again.eos, bos) == (ours.bos, None, ours.bos if adds_bos else None)
+    config = {"bos_token_id": ours.bos, "eos_token_id": ours.bos}
+    again, ends = tokenizer_files.make_tokenizer(files, {"config.json": config}, ours.vocab_size)
+    assert (again.bos, again.eos, ends.bos) == (ours.bos, None, ours.bos if adds_bos else None)
     assert data.same_vocabulary(again, ours)
     assert again.encode("<bos>" + text) == [*b"<bos>", *ids]
 
@@ -306,7 +305,7 @@ def test_bytes_are_written_for_the_package(text, adds_bos):
 def refuse(folder, content, message, vocab_size=VOCAB_SIZE, **config):
     (folder / "tokenizer.json").write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
-        tokenizer_files.read_tokenizer(folder, config, vocab_size)
+        tokenizer_files.read_tokenizer(folder, {"config.json": config}, vocab_size)
     assert len(str(error.value).splitlines()) == 1
 
 

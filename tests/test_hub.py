@@ -9,7 +9,9 @@ from unittest import mock
 import interchange
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 from conftest import assert_refused, assert_success, content, run_python
 from interchange import (
     LENGTH,
@@ -26,7 +28,7 @@ from interchange import (
 )
 from safetensors.torch import load_file, save_file
 
-from data import ByteTokenizer, CharTokenizer
+from data import ByteTokenizer, CharTokenizer, ImportedTokenizer
 from model import GPT
 from nanolong.errors import UserError
 from nanolong.hub import convert, transfer, verify
@@ -571,6 +573,41 @@ def test_transformers_encodes_by_exported_bytes(bos, tmp_path):
     start = [] if bos is None else [bos]
     assert theirs(text)["input_ids"] == [*start, *text.encode()]
     assert (theirs.bos_token_id, theirs.eos_token_id) == (256, 256)
+
+
+@pytest.mark.parametrize("name", ["exported", "exported.gguf"])
+@pytest.mark.parametrize("ends", [[2], [2, 1], [1, 2, 256]])
+def test_an_export_keeps_all_tokens_that_end_a_text(ends, name, tmp_path):
+    """eos, which the tokenizer names, is 2; with a tokenizer and on token ids alone."""
+    model = make_ours({"vocab_size": 264}, None)
+    files = {"tokenizer.json": byte_level(["<s>", "</s>", "<|eot|>", "<|eom|>"])}
+    names = {"bos_token": "<s>", "eos_token": "<|eot|>"}
+    files["tokenizer_config.json"] = json.dumps(names).encode()
+    tokenizer = ImportedTokenizer(files, 0, 2, 264, ends=ends)
+    model.meta = {"tokenizer": tokenizer.to_json(), "bos": None, "ends": ends}
+    quietly(export_to, model, tmp_path / name)
+    again, text = imported(tmp_path / name, tmp_path)
+    assert {*again.meta["ends"]} == {*ends} and again.meta["tokenizer"]["eos"] == 2
+    assert "at an end: " in text and f"<|eot|> (2, {name if '.' in name else ''}" in text
+    if name == "exported":
+        theirs = transformers.GenerationConfig.from_pretrained(tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        expected = ends if len(ends) > 1 else ends[0]
+        assert theirs.eos_token_id == config["eos_token_id"] == expected
+        model.meta["tokenizer"] = None
+        quietly(export_to, model, tmp_path / "ids")
+        assert imported(tmp_path / "ids", tmp_path)[0].meta["ends"] == ends
+
+
+def byte_level(special):
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    vocabulary = {"vocab_size": 262, "special_tokens": special, "show_progress": False}
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, **vocabulary)
+    made.train_from_iterator(["the other other"], trainer)
+    return made.to_str().encode()
 
 
 def test_train_and_sample_do_not_import_transformers():

@@ -115,20 +115,27 @@ def test_validation_losses_of_each_dataset_are_logged(mixture, text_data, short,
     settings = {**SMALLEST, "batch_size": 8, "gradient_accumulation_steps": 2, "max_iters": 1}
     cfg = train.TrainConfig(dataset=mixture, out_dir=str(out), **settings)
 
-    alone = []
+    alone, of_text, n_bytes = [], [], []
     for name in (text_data, short):
+        dataset = data.Dataset(name)
         source_settings = {**vars(cfg), "dataset": str(name)}
         source_cfg = train.TrainConfig(**source_settings)
-        alone.append(train.estimate_loss(model, data.Dataset(name), source_cfg)["val_loss"])
+        alone.append(train.estimate_loss(model, dataset, source_cfg)["val_loss"])
+        indices = dataset.val.spaced(cfg.eval_iters, 16)
+        sequences = [dataset.val.sequence(i, 16) for i in indices]
+        x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
+        # a byte is a token, and <bos> is none
+        of_text.append(model(x, y.where(y < 256, -1), reduction="sum").item() / y.numel())
+        n_bytes.append((y < 256).double().mean().item())
+    assert min(n_bytes) < 1
     with torch.enable_grad():
         train.train(model, cfg)
 
     evaluation = logged(out)[0]
     assert [evaluation["val_loss_text"], evaluation["val_loss_short"]] == alone
     assert evaluation["val_loss"] == pytest.approx(0.3 * alone[0] + 0.7 * alone[1], rel=1e-12)
-    # a token is a byte
-    bits = evaluation["val_loss"] / math.log(2)
-    assert evaluation["val_bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+    nats, size = (0.3 * a + 0.7 * b for a, b in (of_text, n_bytes))
+    assert evaluation["val_bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
 
 
 def test_a_mixture_is_recorded_and_goes_on_with_other_fractions_but_not_with_other_texts(

@@ -81,7 +81,7 @@ class SplitsWords:
 
     def __init__(self, added_bytes):
         self.added_bytes = added_bytes
-        self.bos = None
+        self.bos = self.eos = None
 
     def encode(self, text):
         return re.findall(r"\s*\S+|\s+", " " * self.added_bytes + text)
@@ -149,6 +149,34 @@ def test_of_few_files_the_last_tenth_of_each_is_validation(tmp_path, data_folder
         assert val.count(name[:1].encode()) == size // 10
     assert train.count(b"\0") == val.count(b"\0") == 3
     assert "(10.0%, the last 10% of each document) from 3 doc" in capsys.readouterr().out
+
+
+def test_documents_end_with_eos_if_it_is_not_what_starts_them(tmp_path, data_folder):
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    lines = [json.dumps({"text": f"text {i}"}) for i in range(100)]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    for name, eos in (("two", "</s>"), ("one", "<s>")):
+        files = settings | {"eos_token": eos}
+        theirs = write_tokenizer_json(tmp_path / name, ["<s>", "</s>"], files)
+        tokenizer = find_tokenizer(str(tmp_path / name))
+        dataset = data.Dataset(prepare_text(tmp_path / "t.jsonl", name, tokenizer=tokenizer))
+        found = [token for split in (dataset.train, dataset.val) for token in split.tokens[0]]
+        documents = "".join(map(theirs.id_to_token, map(int, found))).split("<s>")[1:]
+        end = "</s>" if eos == "</s>" else ""
+        assert sorted(documents) == sorted(f"textĠ{i}{end}" for i in range(100))
+        meta = json.loads((data_folder / name / "meta.json").read_text())
+        assert (meta["bos"], meta["bos_default"]) == (0, False)
+        assert meta["tokenizer"]["ends"] == [theirs.token_to_id(eos)]
+
+
+def test_a_dataset_has_bos_by_default_if_its_tokenizer_puts_it_first(tmp_path, data_folder):
+    (tmp_path / "t.txt").write_text(TEXT)
+    for adds_bos in (True, False):
+        name = f"set-{adds_bos}"
+        settings = {"bos_token": "<s>", "add_bos_token": adds_bos}
+        write_tokenizer_json(tmp_path / name, ["<s>"], settings)
+        prepare_text(tmp_path / "t.txt", name, tokenizer=find_tokenizer(str(tmp_path / name)))
+        assert data.Dataset(name).bos == (0 if adds_bos else None)
 
 
 def write_rows(file, rows):
@@ -324,7 +352,7 @@ def test_the_same_text_gives_the_same_hash(tmp_path, data_folder):
 
 
 def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
-    meta = {"tokenizer": data.CharTokenizer("abc").to_json()}
+    meta = {"tokenizer": data.CharTokenizer("abc").to_json(), "bos": None}
     monkeypatch.setattr("nanolong.run.find_checkpoint", lambda path: Path(path))
     monkeypatch.setattr("nanolong.run.read_meta", lambda folder: meta)
     (tmp_path / "t.txt").write_text("ccab" * 10)

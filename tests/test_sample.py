@@ -3,6 +3,7 @@
 import itertools
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import data
 from model import GPT
-from nanolong.prompts import TextStream
+from nanolong.prompts import TextStream, read_prompts
 
 
 def text_of(call, run, *words):
@@ -83,6 +84,18 @@ def test_a_text_ends_with_its_document(call, save_run, monkeypatch):
     words = [run, "--stop_at_eos=false", "--stop=y,é"]
     assert text_of(call, *words) == "def féx\n"
     assert text_of(call, *words, "--stop=é") == "def f\n"
+
+
+@pytest.mark.parametrize("end", [65, 66, 67, 256])
+def test_a_text_ends_at_any_token_that_ends_one(end):
+    """256 separates documents."""
+    tokenizer = data.ByteTokenizer()
+    cfg = SimpleNamespace(start="a", chat=False, stop_at_eos=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.ByteTokenizer, "ends", [65, 66, 67])
+        (prompt,) = read_prompts(cfg, tokenizer, None)
+    stream = TextStream(tokenizer, prompt.end_ids, [])
+    assert "".join(map(stream.add, (*b"xy", end, *b"z"))) == "xy"
 
 
 TEXTS = st.text(alphabet="abé☃\n", max_size=20)

@@ -85,12 +85,16 @@ def adamw_by_hand(weights, dataset, n_steps, lr, decay, clip):
 
 
 def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, tmp_path):
-    """Targets of <bos> are not scored, so micro-batches count by their scored tokens."""
+    """A mask leaves targets out, so micro-batches count by their scored tokens."""
     model = tiny()
     model.blocks[0].mlp.down.weight.data.normal_(0, 0.3)
     tokens = np.random.default_rng(0).integers(0, 256, 4000)
-    tokens[:2000][np.arange(2000) % 5 > 0] = 256
-    folder = write_dataset(tmp_path / "data", tokens)
+    mask = np.ones(4000, np.uint8)
+    mask[:2000] = np.arange(2000) % 5 == 0
+    mask[::17] |= 2  # a document starts
+    folder = write_dataset(tmp_path / "data", tokens, tokens)
+    for name in ("train", "val"):
+        (folder / f"{name}.mask").write_bytes(mask.tobytes())
     dataset = data.Dataset(folder)
     counts = [(dataset.batch(2 * i, 2, 16, 1337)[1] >= 0).sum() for i in range(6)]
     assert max(counts) > 1.5 * min(counts)  # or this test would find nothing
@@ -117,18 +121,21 @@ def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(
     split = data.Dataset(text_data).val
     length = eval_length or 16
     available = int(split.n_sequences(length).sum())
-    loss_sum = n_tokens = 0
+    loss_sum = n_tokens = text_sum = n_bytes = 0
     for i in range(5):
         x, y = (torch.from_numpy(part) for part in split.sequence(i * available // 5, length))
         logits = model(x[None])[0]
-        loss_sum += F.cross_entropy(logits, y, ignore_index=-1, reduction="sum").item()
-        n_tokens += int((y >= 0).sum())
+        losses = F.cross_entropy(logits, y, reduction="none")
+        loss_sum += losses.sum().item()
+        n_tokens += len(y)
+        text_sum += losses[y < 256].sum().item()
+        n_bytes += int((y < 256).sum())
     assert result["val_loss"] == pytest.approx(loss_sum / n_tokens, rel=1e-5)
     assert (result["step"], result["stopped"]) == (2, False)
     assert logged(tmp_path / "run")[-1]["val_loss"] == result["val_loss"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    # a token is a byte, and a bit is ln 2 nats
-    assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / 0.693147, rel=1e-5)
+    # a token but <bos> is a byte, and a bit is ln 2 nats
+    assert result["val_bits_per_byte"] == pytest.approx(text_sum / n_bytes / 0.693147, rel=1e-5)
 
 
 def test_learning_rate_schedules():
@@ -352,6 +359,31 @@ def test_the_loss_scale_doubles_after_2000_good_steps(cfg):
         state = train.TrainState(loss_scale=4.0, good_steps=1999)
         train.update([], [torch.ones(1)], 1.0, 1.0, state, cfg(dtype=dtype))
         assert (state.loss_scale, state.good_steps) == (loss_scale, 2000)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_run_from_another_keeps_what_starts_and_ends_a_text(bos, text_data, call, tmp_path):
+    """Whatever the dataset has by default; a setting changes it."""
+    model = tiny()
+    meta = {"tokenizer": data.ByteTokenizer().to_json(), "ends": [65, 256], "family": "llama"}
+    model.meta = {**meta, "bos": 256 if bos else None}
+    model.save(tmp_path / "parent/step-000000")
+    words = [f"--init_from={tmp_path}/parent", f"--dataset={text_data}", "--max_iters=1"]
+    words += ["--eval_iters=2", "--batch_size=2", "--compile=false", "--device=cpu"]
+    for name, more, expected in (("a", [], bos), ("b", [f"--bos={not bos}".lower()], not bos)):
+        assert_success(call("train.py", *words, f"--out_dir={tmp_path / name}", *more))
+        found = GPT.load(tmp_path / name).meta
+        assert found["bos"] == (256 if expected else None)
+        assert {key: found[key] for key in meta} == meta
+
+
+def test_with_min_doc_the_end_of_a_document_is_a_target(cfg, tmp_path):
+    """The token that separates it from the next one."""
+    documents = [256, *b"short", 256, *b"a longer one", 256, *b"the last one of these"]
+    folder = write_dataset(tmp_path / "data", documents)
+    dataset = train.open_dataset(tiny(block_size=8), cfg(dataset=str(folder), min_doc=9), 8)
+    assert [bytes(part[:-1].tolist()) for part in dataset.train.tokens[:1]] == [b"a longer one"]
+    assert dataset.train.tokens[0][-1] == 256
 
 
 def test_bos_and_documents_are_those_of_the_settings(cfg, text_data):

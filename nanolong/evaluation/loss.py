@@ -96,7 +96,7 @@ def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=S
 def read_sequences(split, length, sequences):
     """Read sequences of find_sequences(): inputs and targets, int64 (B, length).
 
-    Targets of -1 are not scored: here those that are context only, in the text <bos>.
+    Targets of -1, which are context only, are not scored.
     """
     inputs, targets = [], []
     for file, start, n_context in sequences:

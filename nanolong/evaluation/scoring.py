@@ -160,17 +160,20 @@ def score(blank, model, text, cfg):
     # the tokens are hashed, not their description: one vocabulary may split text in two ways
     ids = hashlib.sha256(text.hash.encode())
     cells = [(record, *part) for record in blank for part in parts_of(record["protocol"], length)]
-    rows = [[] for _ in cells]  # of each sequence its summed loss, tokens and bytes
+    # of each sequence its summed loss and tokens; if known its bytes, and the loss of its text
+    rows = [[] for _ in cells]
     # sums of sequences are all that is kept, so that a long text needs little memory
     for batch, x, y, losses in loss.sequence_losses(model, text.val, length, sequences, dtype):
         ids.update(x.numpy().tobytes() + y.numpy().tobytes())
         values = [losses, y >= 0]
         starts_file = [start == 0 for _, start, _ in batch]
         n_bytes = text.count_bytes(x.numpy(), y.numpy(), starts_file)
-        values += [] if n_bytes is None else [torch.from_numpy(n_bytes)]
+        if n_bytes is not None:
+            is_text = torch.from_numpy(text.is_text(y.numpy()))
+            values += [torch.from_numpy(n_bytes), losses * is_text]
         for (_, start, end), found in zip(cells, rows, strict=True):
             sums = [value[:, start:end].sum(1).tolist() for value in values]
-            found += [[round(total, 6), *n] for total, *n in zip(*sums, strict=True)]
+            found += [[round(x, 6) for x in row] for row in zip(*sums, strict=True)]
     return [make_record(*cell, found, ids) for cell, found in zip(cells, rows, strict=True)]
 
 
@@ -183,11 +186,11 @@ def parts_of(protocol, length):
 
 def make_record(blank, start, end, by_sequence, ids):
     """Add to a blank record the mean of the losses of sequences, and its origin."""
-    sums, tokens, *n_bytes = zip(*by_sequence, strict=True)
+    sums, tokens, *of_text = zip(*by_sequence, strict=True)
     found = intervals.ratio_interval(sums, tokens)
     record = {**blank, "loss": found.pop("mean"), **found, "tokens": sum(tokens)}
-    if n_bytes:
-        record["bytes"] = round(sum(n_bytes[0]))
+    if of_text:
+        record["bytes"] = round(sum(of_text[0]))
     if blank["protocol"] == "position":
         return {**blank, "position": [start, end], **record}
     # compared sequence by sequence, if the token ids are the same
@@ -195,17 +198,19 @@ def make_record(blank, start, end, by_sequence, ids):
 
 
 def in_bits_per_byte(records):
-    """Return the records of chunked with losses in bits per byte; [] if each token is a byte."""
+    """Return the records of chunked with losses in bits per byte of text, without what separates
+    documents; [] if no token is more than a byte.
+    """
     converted = []
     for record in records:
         if "by_sequence" in record and record.get("bytes") and record["protocol"] == "chunked":
-            sums, _, n_bytes = zip(*record["by_sequence"], strict=True)
+            _, _, n_bytes, sums = zip(*record["by_sequence"], strict=True)
             found = intervals.ratio_interval([total / math.log(2) for total in sums], n_bytes)
             converted.append({**record, "loss": found.pop("mean"), **found})
         elif record.get("protocol") == "chunked" and "refused" in record:
             converted.append(record)
     # of bytes they are nats in another unit
-    says_more = any(record.get("bytes") != record.get("tokens") for record in converted)
+    says_more = any(record.get("bytes", 0) > record.get("tokens", 0) for record in converted)
     return converted if says_more else []
 
 

@@ -138,12 +138,17 @@ def write_folder(folder, theirs, tokenizer):
     for name, content in tokenizer.files.items() if tokenizer else ():
         (folder / name).write_bytes(content)
     theirs.save_pretrained(folder, max_shard_size=MAX_FILE_SIZE)
-    (folder / "generation_config.json").unlink(missing_ok=True)
     file = folder / "config.json"
     values = add_older_fields(json.loads(file.read_text(encoding="utf-8")))
-    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_json(file, values)
+    ids = {name: values.get(name) for name in ("bos_token_id", "eos_token_id")}
+    write_json(folder / "generation_config.json", ids)
     for weights in folder.glob("*.safetensors"):  # which else only their owner can read
         shutil.copymode(file, weights)
+
+
+def write_json(file, values):
+    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def add_older_fields(values):

@@ -73,10 +73,7 @@ def read_gguf(file):
         values["rope_parameters"] = read_rope(file, own, tables)
         # Mistral's files say llama, mostly without a window
         kind = "mistral" if own.get("attention.sliding_window") else arch
-        ids = {
-            f"{x}_token_id": metadata.get(f"tokenizer.ggml.{x}_token_id") for x in ("bos", "eos")
-        }
-        c = AutoConfig.for_model(kind, **values | ids | {"pad_token_id": None})
+        c = AutoConfig.for_model(kind, **values, pad_token_id=None)
         require(c.num_hidden_layers <= len(places), f"{file} has not all of its tensors")
         tensors = {}
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.num_hidden_layers)

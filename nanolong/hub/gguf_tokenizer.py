@@ -6,11 +6,12 @@ The patterns come from the models' own tokenizer.json files; llama.cpp has the s
 """
 
 import json
+from pathlib import Path
 from typing import NamedTuple
 
-from data.tokenizer import rust_errors
+from data.tokenizer import rust_errors, token_text
 from nanolong import chat, tokenizer_files
-from nanolong.errors import UserError
+from nanolong.errors import UserError, note
 from nanolong.hub.tokenizer import put_first, to_files
 from nanolong.hub.verify import as_user_error
 
@@ -48,36 +49,54 @@ SPECIAL_TOKENS = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+# the tokens that end a text: of a document, of a turn, of a message
+END_TOKENS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 
 
 def read_tokenizer(file, metadata, vocab_size):
-    """Return (tokenizer or None, the id that starts every text or None, a note for the user).
+    """Return (tokenizer or None, its Ends, a note for the user).
 
     Raises UserError if the metadata are damaged.
     """
+    ids, starter = read_ids(file, metadata, vocab_size)
     model, name = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if model != "gpt2" or str(name) not in PRE_TOKENIZERS:
         note = f"the tokenizer of the file is {model!r} with the pre-tokenizer {name!r}, and only "
         note += f"'gpt2' with {', '.join(PRE_TOKENIZERS)} is read: the model works on token ids "
         note += "only (for text, give --tokenizer=DIR of its tokenizer.json)"
-        return None, first_token(file, metadata, vocab_size), note
+        return None, tokenizer_files.find_ends(None, ids, vocab_size, starter), note
     with rust_errors(f"{file} has a damaged tokenizer", "download it again"):
         settings = tokenizer_settings(metadata)
         files = to_files(build_tokenizer(metadata, settings).to_str(), settings)
     with as_user_error(file):
-        return *tokenizer_files.make_tokenizer(files, {}, vocab_size), ""
+        tokenizer, ends = tokenizer_files.make_tokenizer(files, ids, vocab_size, starter)
+    ends.files = dict.fromkeys(ends.files, Path(file).name)
+    return tokenizer, ends, ""
 
 
-def first_token(file, metadata, n_tokens):
-    """Return the id that starts every text for llama.cpp, or None. Raises UserError."""
-    # llama.cpp's default for sentencepiece's vocabularies is to add it
-    default = metadata.get("tokenizer.ggml.model") == "llama"
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", default):
-        return None
-    if not isinstance(bos, int) or not 0 <= bos < n_tokens:
+def read_ids(file, metadata, n_tokens):
+    """Return the ids of special tokens and, if bos starts every text, the file's name.
+
+    Both are arguments of tokenizer_files.find_ends(). Raises UserError.
+    """
+    ids = {f"{x}_token_id": metadata.get(f"tokenizer.ggml.{x}_token_id") for x in ("bos", "eos")}
+    ids["eos_token_id"] = [metadata.get(key) for key in END_TOKENS]
+    name = Path(file).name
+    if not adds_bos(metadata):
+        return {name: ids}, ""
+    bos = ids["bos_token_id"]
+    if bos is not None and (not isinstance(bos, int) or not 0 <= bos < n_tokens):
         raise UserError(f"{file}: bos_token_id is {bos} of {n_tokens} tokens: download it again")
-    return bos
+    return {name: ids}, name
+
+
+def adds_bos(metadata):
+    """Return whether llama.cpp puts bos before every text, if there is one."""
+    # its default for sentencepiece's vocabularies is to add it
+    default = metadata.get("tokenizer.ggml.model") == "llama"
+    pre_tokenizer = PRE_TOKENIZERS.get(str(metadata.get("tokenizer.ggml.pre")))
+    default = default or (pre_tokenizer is not None and pre_tokenizer.adds_bos)
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
 
 
 def check_same_tokens(file, metadata, folder, package):
@@ -100,9 +119,7 @@ def tokenizer_settings(metadata):
     for name, key in SPECIAL_TOKENS.items():
         if key in metadata:
             settings[name] = tokens[metadata[key]]
-    default = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]].adds_bos
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", default)
-    settings["add_bos_token"] = bool(adds_bos) and "bos_token" in settings
+    settings["add_bos_token"] = adds_bos(metadata) and "bos_token" in settings
     if "tokenizer.chat_template" in metadata:
         settings["chat_template"] = metadata["tokenizer.chat_template"]
     return settings
@@ -184,10 +201,17 @@ def tokenizer_metadata(tokenizer, model):
         "tokenizer.ggml.add_space_prefix": False,
     }
     for name, key in SPECIAL_TOKENS.items():
-        text = tokenizer_files.token_text(tokenizer.settings, name)
+        text = token_text(tokenizer.settings, name)
         i = tokenizer.package.token_to_id(text or "")
         if i is not None:
             metadata[key] = i
+    if tokenizer.bos is not None:
+        metadata[SPECIAL_TOKENS["bos_token"]] = tokenizer.bos
+    # eos comes first
+    ends = sorted(tokenizer.ends, key=lambda i: i != tokenizer.eos)
+    metadata |= dict(zip(END_TOKENS, ends, strict=False))
+    if len(ends) > len(END_TOKENS):
+        note(f"a GGUF file has {len(END_TOKENS)} ids that end a text, and not {ends[3:]}, too")
     # without a template it is empty, which is not written
     return metadata | {"tokenizer.chat_template": chat.find_template(tokenizer) or ""}
 

@@ -7,6 +7,7 @@ from data.tokenizer import (
     ImportedTokenizer,
     byte_level_alphabet,
     load_tokenizer_json,
+    tokenizer_from_json,
 )
 from nanolong import tokenizer_files
 
@@ -33,8 +34,8 @@ def make_exported(tokenizer, adds_bos: bool, length: int):
     settings = {"model_max_length": length, "add_bos_token": adds_bos}
     for name, i in (("bos_token", tokenizer.bos), ("eos_token", eos)):
         settings[name] = None if i is None else tokenizer.package.id_to_token(i)
-    files = tokenizer.files | to_files(text, settings)
-    return ImportedTokenizer(files, tokenizer.bos, tokenizer.eos, tokenizer.vocab_size)
+    about = {**tokenizer.to_json(), "files": tokenizer.files | to_files(text, settings)}
+    return tokenizer_from_json(about)
 
 
 def to_files(text, settings):

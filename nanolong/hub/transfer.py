@@ -34,18 +34,20 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
         check_types(found.c)
         theirs = load_theirs(found.c, found.tensors)
         model = import_model(GPT, found.c, theirs.state_dict(), context_length)
-        kept, bos, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
+        kept, ends, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
         report = compare(model, theirs) if verify else []
     meta = {
         "config": asdict(model.config),
         "tokenizer": kept and kept.to_json(),
-        "bos": bos,
+        "bos": ends.bos,
+        "ends": ends.ids,
         "family": found.c.model_type,
         "imported": Path(source).resolve().name,
     }
     folder = target / "step-000000"
     run.write_checkpoint(folder, {"model": stored_weights(model, store)}, meta)
     print_summary(folder, model)
+    print(ends.describe(kept))
     if note:
         print(f"note: {note}")
     print_report(report)
@@ -69,24 +71,24 @@ def open_source(source):
 
 
 def open_tokenizer(place, found, named, vocab_size):
-    """Return (tokenizer or None, the id that starts every text or None, a note or nothing).
+    """Return (tokenizer or None, its Ends, a note or nothing).
 
     named: the folder that the user gives, or nothing.
     """
     folder = Path(named or place)
+    ids, starter = tokenizer_files.read_ids(place), ""
+    if found.metadata:
+        ids, starter = gguf_tokenizer.read_ids(place, found.metadata, vocab_size)
     if named or (folder / "tokenizer.json").is_file():
-        ids = {name: getattr(found.c, name, None) for name in ("bos_token_id", "eos_token_id")}
-        tokenizer, bos = tokenizer_files.read_tokenizer(folder, ids, vocab_size)
+        tokenizer, ends = tokenizer_files.read_tokenizer(folder, ids, vocab_size, starter)
         if found.metadata:
             gguf_tokenizer.check_same_tokens(place, found.metadata, folder, tokenizer.package)
-            if bos is None:
-                bos = gguf_tokenizer.first_token(place, found.metadata, vocab_size)
-        return tokenizer, bos, ""
+        return tokenizer, ends, ""
     if found.metadata:
         return gguf_tokenizer.read_tokenizer(place, found.metadata, vocab_size)
     note = f"no tokenizer.json belongs to {place}: the model works on token ids only (for text, "
     note += "give --tokenizer=DIR of one; of a tokenizer.model transformers writes it)"
-    return None, None, note
+    return None, tokenizer_files.find_ends(None, ids, vocab_size), note
 
 
 def stored_weights(model, store):
@@ -146,10 +148,9 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
     tokenizer = find_tokenizer(model, own, tokenizer_from)
     c, tensors = gguf_model.export_model(model) if is_gguf else export_model(model)
     known = tokenizer or own
-    if known:
-        # a vocabulary of ours has one token that starts and ends every document
-        c.bos_token_id = known.bos
-        c.eos_token_id = known.bos if known.eos is None else known.eos
+    ends = known.ends if known else model.meta.get("ends", [])
+    c.bos_token_id = known.bos if known else model.meta.get("bos")
+    c.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     if store == "auto":
         # scaled queries are float32, and so are then all weights
         is_stored = all(x.dtype == model.stored_dtype for x in tensors.values() if x.dim() == 2)
@@ -185,7 +186,7 @@ def find_tokenizer(model, own, named):
     if named == "none":
         tokenizer = None
     elif named:
-        tokenizer, _ = tokenizer_files.read_tokenizer(Path(named), {}, config.vocab_size)
+        tokenizer, _ = tokenizer_files.read_tokenizer(named, vocab_size=config.vocab_size)
     else:
         tokenizer = make_exported(own, model.meta.get("bos") is not None, config.block_size)
     if tokenizer is None:
