@@ -184,3 +184,12 @@ def test_a_method_that_depends_on_the_length_is_never_chunked(method, make, monk
     at_once, in_chunks, lengths = losses_in_chunks(model, monkeypatch)
     assert torch.equal(at_once, in_chunks)
     assert lengths == [45]
+
+
+@pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])
+def test_a_method_with_far_keys_is_chunked(method, make, monkeypatch):
+    model = make(pos="rope", n_kv_head=2)
+    model.extend(method, 2)
+    at_once, in_chunks, lengths = losses_in_chunks(model, monkeypatch)
+    assert torch.allclose(at_once, in_chunks, atol=1e-4)
+    assert lengths == [16, 16, 13]
