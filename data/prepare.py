@@ -73,14 +73,15 @@ def prepare_tasks(
 ):
     """Make a dataset of documents of tasks, of which the answers are scored. Raises UserError.
 
-    words: kinds and their frequencies, as "niah:1"; tokenizer: bytes, or a tokenizer; the others
-    are settings of PrepareConfig.
+    words: kinds and their relative frequencies, as "niah:2", or a kind alone; tokenizer: bytes, or
+    a tokenizer; the others are settings of PrepareConfig.
     """
     setting = ",".join(words)
-    weights = read_fractions(words, f"task={setting}")
+    words = [word if ":" in word else f"{word}:1" for word in words]
+    weights = read_fractions(words, f"--task={setting}", most=math.inf)
     is_known = weights.keys() <= {*tasks.KINDS}
     require(is_known, f"--task={setting} names no task: choose from {', '.join(tasks.KINDS)}")
-    require(documents, "--documents=0 makes no dataset: give 1000 or more")
+    require(documents, "--documents=0 makes no dataset: give at least 1")
     tokenizer = ByteTokenizer() if tokenizer == "bytes" else tokenizer
     problem = f"--tokenizer={tokenizer} is made of a text, and --task has none"
     is_ready = not isinstance(tokenizer, str)

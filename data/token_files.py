@@ -178,8 +178,9 @@ def split_mixture(name) -> dict[str, float]:
     return fractions
 
 
-def read_fractions(words, what) -> dict[str, float]:
+def read_fractions(words, what, most=1.0) -> dict[str, float]:
     """Read words such as "long:0.3" into {name: fraction}. Raises UserError; what: the setting."""
+    bound = f" and at most {most:g}" if math.isfinite(most) else ""
     fractions = {}
     for word in words:
         name, _, number = word.strip().rpartition(":")
@@ -188,9 +189,8 @@ def read_fractions(words, what) -> dict[str, float]:
         except ValueError:
             fraction = math.nan
         require(
-            name and name not in fractions and 0 < fraction <= 1,
-            f"{what}: give each name once, with a fraction above 0 and at most 1, as in "
-            "NAME:0.3,OTHER:0.7",
+            name and name not in fractions and 0 < fraction <= most and math.isfinite(fraction),
+            f"{what}: give each name once, with a number above 0{bound}, as in NAME:0.3,OTHER:0.7",
         )
         fractions[name] = fraction
     return fractions

@@ -23,8 +23,8 @@ sum, so that the (T, T) scores are never stored. What the tutorial does not have
 1. Units. Scores are in log2, because exp2 is the hardware's exponential. So the scale, slopes and
    tables arrive multiplied by log2(e). Gradients are in natural units.
 
-2. Segments. The host decides which tiles a program visits, in tile_segments(). Of the key blocks of a
-   query block, some are empty and never visited, some are partly visible and need a mask, and the
+2. Segments. The host decides which tiles a program visits, in tile_segments(). Of the key blocks of
+   a query block, some are empty and never visited, some are partly visible and need a mask, and the
    rest are wholly visible. Tiles in which every distance is m - 1 or more form a segment of their
    own, CLIPPED: there the bias of a table is a single number, which costs nothing.
 
@@ -821,8 +821,8 @@ def _(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys):
 def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan):
     """Bring documents and positions to int32 (1 or B, Tk), and find the tiles that they leave.
 
-    Returns documents and positions, None if they hide nothing, and tile_segments() for each of KERNELS
-    that will run. If the indices alone decide, the list is empty, and launch() finds the tiles.
+    Returns documents and positions, None if they hide nothing, and tile_segments() for each of
+    KERNELS that will run. If the indices alone decide, the list is empty, and launch() finds them.
     plan: None, or a dict in which the result stays for calls with the same mask.
     """
     q, k, _, bias, _ = tensors

@@ -66,7 +66,8 @@ def note_length(model, folder, prompts, max_new_tokens):
     if total <= context or model.pos.bounded:
         return
     advice = ""
-    if config.pos == "rope" and not config.random_positions:
+    # not of a model whose method replaces attention: YaRN would take its place
+    if config.pos == "rope" and model.pos.far is None and not config.random_positions:
         factor = math.ceil(total / config.block_size)
         path = shlex.quote(str(folder))
         advice = f"; to extend it: python extend.py {path} --method=yarn --factor={factor}"

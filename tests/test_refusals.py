@@ -139,7 +139,7 @@ OTHERS = [
     ("data/prepare.py", "gone.txt --task=niah:1", "give either"),
     ("data/prepare.py", "gone.txt --length=99", "--length is a setting of --task: give --task too"),
     ("data/prepare.py", "--task=needle:1", "niah, multikey, vt, fwe, nth, last"),
-    ("data/prepare.py", "--task=niah:many", "a fraction above 0"),
+    ("data/prepare.py", "--task=niah:many", "a number above 0, as in"),
     ("data/prepare.py", "--task=fwe:1 --length=64", "fwe need up to", "--length=64 is less"),
     ("data/prepare.py", "--task=vt:1 --documents=0", "--documents=0 makes no dataset"),
     ("data/prepare.py", "--task=vt:1 --val_fraction=2", "is no fraction"),
