@@ -41,7 +41,6 @@ from nanolong import settings  # isort: skip (first: it refuses an old Python)
 import ast
 import contextlib
 import difflib
-import errno
 import functools
 import hashlib
 import importlib
@@ -93,9 +92,6 @@ MEASURING_CODE = ("experiments/tasks.py",)  # which others train with
 DEFAULTS = {"TITLE": "", "ABOUT": "", "FLAGS": "", "ARMS": {}, "EVALUATE": {}, "TABLES": None}
 DEFAULTS |= {"CLAIMS": "", "MEASURES": (), "BUDGETS": {"default": ""}}
 DEFAULTS |= dict.fromkeys(("measure", "derive", "make_data", "notes", "plot"))
-
-# A full or read-only disk ends the experiment; any other error belongs to an arm.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass
@@ -507,8 +503,6 @@ def run_arms(experiment, arms, cfg):
             try:
                 rows += runs.measure(name, commands, seed)
             except Exception as error:
-                if is_disk_error(error):
-                    raise
                 failed[name] = f"seed {seed}: {explain(error)}"
                 print(f"{name} failed, {failed[name]}", file=sys.stderr)
     # the seeds of an arm have equal properties: one run stands for all
@@ -541,15 +535,6 @@ def note_replaced(file, saved):
         command = json.loads(file.read_text(encoding="utf-8"))["command"]
         if command != saved["command"]:
             note(f"{file} came from `{command}`, which writes it again from the runs it kept")
-
-
-def is_disk_error(error):
-    """Whether an error, or one that led to it, comes from the disk."""
-    while error is not None:
-        if getattr(error, "errno", None) in DISK_ERRORS:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def explain(error):
