@@ -44,9 +44,9 @@ def curve_style(number):
     return {
         "color": f"C{number % 10}",
         "linestyle": LINES[number % len(LINES)],
-        "linewidth": max(1.0, 4.5 - 0.5 * number),
+        "linewidth": max(1.0, 3.8 - 0.4 * number),
         "marker": MARKERS[number % len(MARKERS)],
-        "markersize": max(3.0, 12.0 - 1.2 * number),
+        "markersize": max(3.0, 10.0 - number),
         "markerfacecolor": "none",
     }
 
@@ -153,7 +153,9 @@ def heatmap_figure(file, records, title="", note=""):
         for ticks, words in ((axis.set_xticks, lengths), (axis.set_yticks, labels)):
             ticks([i + 0.5 for i in range(len(words))], words, fontsize=7)
     if figure:
-        scale = figure.colorbar(mesh, ax=list(axes), label="fraction of prompts answered right")
+        scale = figure.colorbar(mesh, ax=list(axes))
+        scale.set_label("fraction of prompts answered right", fontsize=8)
+        scale.ax.tick_params(labelsize=7)
         scale.solids.set_rasterized(False)  # an image, too
     return figure
 
