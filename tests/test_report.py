@@ -291,9 +291,7 @@ def test_curves_of_other_vocabularies_are_in_bits_per_byte(call, save_run, saved
     bits = pytest.approx(1 / math.log(2))
     assert lines_of(axis) == {f"{run}, validation": ([9], [bits]) for run in runs}
     (runs[1] / "log.jsonl").write_text(rows[0])
-    assert_refused(
-        call("evaluate.py", *runs, f"--curves={file}"), "has logged no val_bits_per_byte"
-    )
+    assert_refused(call("evaluate.py", *runs, f"--curves={file}"), "has logged no bits per byte")
     assert_success(call("evaluate.py", f"x={runs[1]}", f"y={runs[1]}", f"--curves={file}"))
 
 

@@ -180,10 +180,10 @@ def plot_curves(runs, file):
     """
     vocabularies = {vocabulary_of(folder) for folder in runs.values()} - {None}
     in_bits = len(vocabularies) > 1
-    needed = "val_bits_per_byte" if in_bits else "loss"
+    missing = "bits per byte, by which vocabularies compare" if in_bits else "training step"
     for folder in runs.values():
-        steps, _ = read_losses(folder, needed)
-        require(steps, f"{folder} has logged no {needed}: name runs that have logged it")
+        steps, _ = read_losses(folder, "val_bits_per_byte" if in_bits else "loss")
+        require(steps, f"{folder} has logged no {missing}: name runs that have logged some")
     plt = import_pyplot(file)
     if plt is None:
         return False
