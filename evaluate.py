@@ -100,7 +100,9 @@ class EvaluateConfig:
     # prompts for each length and depth, or each length and task; 0: 64, of ruler 20
     trials: int = 0
     # [output]
-    plot: str = ""  # write a figure to this PNG file (needs matplotlib)
+    plot: str = (
+        ""  # write a figure to this PNG file, and as SVG and PDF beside it (needs matplotlib)
+    )
     report: str = ""  # write a page with everything measured to this HTML file
     curves: str = ""  # only plot the training curves of run folders to this PNG file
     # write the records to this file as they come, with the step folder, dtype, device, data and
@@ -311,8 +313,7 @@ def plot_records(file, records, original_lengths, below, in_bits):
     else:
         note(f"{file} is not written: nothing that was measured can be plotted")
     if figure is not None:
-        figure.savefig(file)
-        print(f"wrote {file}")
+        figures.save(figure, file)
 
 
 def plot_training(file, paths):

@@ -43,8 +43,14 @@ TASKS = {
 SCHEMES = ("nope", "t5", "rope", "learned", "alibi")
 ARMS = {f"{task}/{pos}": [] for task in TASKS for pos in SCHEMES}
 ARMS |= {"majority/sinusoidal": [], "span/sinusoidal": []}
-MEASURES = ("exact beyond", "exact within", "exact")
-TABLES = [("Exact match beyond the training length, and within it", MEASURES[:2], ["0"])]
+MEASURES = dict.fromkeys(("exact beyond", "exact within", "exact"), "fraction of samples")
+TABLES = [
+    (
+        "Exact match beyond the training length, and within it",
+        ["exact beyond", "exact within"],
+        ["0"],
+    )
+]
 TABLES += [("Exact match by length", "exact", "4 8 9 12 16 20 21 30 40 80".split())]
 CLAIMS = """
 # Mean over copy, reverse and addition (Kazemnejad et al. 2023)

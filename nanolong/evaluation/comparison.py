@@ -67,7 +67,7 @@ def over_seeds(records, arms):
 def mean_record(arm, records):
     """Return the mean record of an arm's runs, for one cell."""
     first = records[0]
-    found = {name: first[name] for name in CELL if name in first}
+    found = {name: first[name] for name in (*CELL, "chance") if name in first}
     found = {"checkpoint": arm, **found, "seeds": len(records)}
     # the mean of the other runs would be of another selection
     refused = [record["refused"] for record in records if "refused" in record]
@@ -135,12 +135,19 @@ def describe_unequal(models, arms):
     sentences = []
     # equal properties need no sentence
     for what, found in facts.items():
-        sides = [f"{value} ({', '.join(dict.fromkeys(of))})" for value, of in found.items()]
+        sides = [f"{value} ({list_names(of)})" for value, of in found.items()]
         if len(sides) > 1:
             sentences.append(f"unequal {what}: {'; '.join(sides)}")
     if unfinished and len(models) > 1:
         sentences.append(f"unfinished: {', '.join(unfinished)}")
     return sentences
+
+
+def list_names(names):
+    """Return different names in words, of many the first five."""
+    names = list(dict.fromkeys(names))
+    n_others = len(names) - 5
+    return ", ".join(names) if n_others < 2 else f"{', '.join(names[:5])} and {n_others} others"
 
 
 def describe_other_tokens(records, texts, max_tokens):

@@ -3,6 +3,7 @@
 Records are the dicts that evaluate.py measures and writes to its JSON file.
 """
 
+import math
 from dataclasses import dataclass, field
 from html import escape
 
@@ -202,6 +203,9 @@ def retrieval_table(records):
     """Return the answers to prompts of one kind, of needle at each depth."""
     first = records[0]
     title = f"{first['task']}, {first['kind']}, {first['trials']} prompts a cell"
+    # of vocabularies of two sizes, whose documents differ, there are two
+    for guess in unique(records, "chance"):
+        title += f", chance {guess:.2g} right and {-math.log(guess):.2f} nats"
     if first["task"] == "needle":
         table = grid(f"{title}: all answers right", records, {"accuracy": ""})
     else:
