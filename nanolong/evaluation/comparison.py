@@ -10,6 +10,7 @@ from nanolong.evaluation.tables import COSTS, select
 
 # What tells the cells of a checkpoint apart.
 CELL = ("task", "protocol", "kind", "depth", "length", "position", "stride", "trials", "seed")
+CELL += ("context", "bucket")
 MEASURES = ("accuracy", "nats", "gain", "control")
 
 
@@ -78,6 +79,8 @@ def mean_record(arm, records):
     if "loss" in first:
         found["by_seed"] = [record["loss"] for record in records]
         interval = seed_interval(found["by_seed"])
+        if "gain" in first:
+            found["gain"] = seed_interval([record["gain"]["mean"] for record in records])
         return {**found, "loss": interval.pop("mean"), **interval}
     for measure in MEASURES:
         if measure in first:

@@ -96,6 +96,9 @@ def loss_figure(file, records, original_lengths, title="", note="", unit="nats p
     names = unique(records, "checkpoint")
     figure, axes = new_figure(file, len(protocols), 3, (4.6, 3.6), title, note)
     for axis, protocol in zip(axes, protocols, strict=False):
+        if protocol == "repeats":
+            draw_repeats(axis, select(records, protocol=protocol), names)
+            continue
         draw_losses(axis, select(records, protocol=protocol), names)
         mark_lengths(axis, original_lengths)
         axis.set(title=protocol, ylabel=f"loss, {unit}")
@@ -127,6 +130,26 @@ def draw_losses(axis, records, names):
         shown = lengths[:: math.ceil(len(lengths) / 8)]  # labels of neighbours would touch
         axis.set_xticks(shown, [f"{x:,}" for x in shown])
         axis.minorticks_off()
+    axis.grid(alpha=0.3)
+
+
+def draw_repeats(axis, records, names):
+    """Draw what the longest context gains over the shortest one, by the bucket of the targets."""
+    longest = max(record["length"] for record in records)
+    buckets = unique(records, "bucket")
+    for number, name in enumerate(names):
+        measured = select(records, checkpoint=name, length=longest)
+        gains = [(record["bucket"], record["gain"]) for record in measured if "gain" in record]
+        x = [buckets.index(bucket) + 0.1 * number for bucket, _ in gains]
+        low, mean, high = (
+            np.array([gain[key] for _, gain in gains], float) for key in ("low", "mean", "high")
+        )
+        style = {**curve_style(number), "linestyle": "none", "markersize": 5}
+        axis.errorbar(x, mean, (mean - low, high - mean), label=name, capsize=2, **style)
+    axis.axhline(0, color="gray", linewidth=1)
+    axis.set_xticks(range(len(buckets)), buckets)
+    gained = f"gain of {longest:,} over {records[0]['context']:,} tokens"
+    axis.set(title="repeats", xlabel="where the tokens stood last", ylabel=f"{gained}, nats")
     axis.grid(alpha=0.3)
 
 

@@ -18,6 +18,8 @@ PAGE = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-
 EXPLAINED = {
     "token-aligned": "token-aligned scores the same tokens at every length, at the ends of "
     "sequences: a lower loss at a longer length means that more context helps.",
+    "repeats": "repeats says what a longer context gains over the shortest, by where a token and "
+    "the two before it stood last: a gain on far repeats shows that the longer context is used.",
     "multikey": "multikey hides several keys with a value each and asks for the value of one.",
     "vt": "vt assigns a value to a variable, and this one to the next: the answer is the names of "
     "all, in this order.",

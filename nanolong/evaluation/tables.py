@@ -141,9 +141,10 @@ def tables_of(records, unequal=()):
     stand below each table in which an asterisk says that checkpoints differ.
     """
     tables = []
+    special = {"position": position_table, "repeats": repeats_table}
     for protocol in unique(select(records, task="loss"), "protocol"):
         measured = select(records, protocol=protocol)
-        tables.append(position_table(measured) if protocol == "position" else loss_table(measured))
+        tables.append(special.get(protocol, loss_table)(measured))
     for task, kind in dict.fromkeys((r["task"], r["kind"]) for r in records if "kind" in r):
         tables.append(retrieval_table(select(records, task=task, kind=kind)))
     costs = select(records, task="cost")
@@ -183,6 +184,27 @@ def loss_table(records, unit="nats per token"):
             f"few sequences at {', '.join(few)} tokens, and each length scores other "
             "tokens: compare lengths by token-aligned, or raise --max_tokens"
         )
+    return table
+
+
+def repeats_table(records):
+    """Return the gains of longer contexts by bucket, and how many targets are in each."""
+    context = records[0]["context"]
+    cells = {}
+    for record in records:
+        label = f"{record['checkpoint']}: {record['bucket']}"
+        text = "refused" if "refused" in record else "no target"
+        if "gain" in record:
+            n_tokens = f" of {record['tokens']:,}" if "tokens" in record else ""
+            text = intervals.format_interval(record["gain"], sign="+") + n_tokens
+        cells[label, f"{record['length']:,}"] = text
+    title = f"repeats, nats per token that a longer context gains over {context:,} tokens, and of"
+    table = pivot(f"{title} how many targets, by context length", cells)
+    table.notes.append(
+        "by where a target and the two tokens before it stood last: near, in the shorter context; "
+        "far, in the longer one alone; beyond, farther back; new, nowhere. pair far: the two "
+        "before it stood in the longer one alone. Intervals are over documents"
+    )
     return table
 
 
