@@ -103,7 +103,7 @@ def fold_gpt2(stored, c):
 
 
 def read_settings(c, family, stored):
-    """Return the settings of GPTConfig for a config; a model has the biases that are stored."""
+    """Return the settings of GPTConfig for a config; stored: name -> tensor."""
     fields = FIELDS | family.fields
     # the settings of the family, then those in its config
     settings = {ours: choices[0] for ours, choices in family.has.items()}
@@ -123,9 +123,6 @@ def read_settings(c, family, stored):
         embedding = next(module for module, held in family.top.items() if held == "embed")
         tied = torch.equal(stored["lm_head.weight"], stored[f"{embedding}.weight"])
         settings["tie_embeddings"] = tied
-    if len(family.has["bias"]) > 1:
-        has_bias = [any(name.endswith(f"{x}_proj.bias") for name in stored) for x in "qo"]
-        settings["bias"] = ("none", "qkv", "all")[sum(has_bias)]
     if settings["pos"] == "rope":
         settings |= read_layers(c, family)
     return settings | family.read(c)
@@ -158,8 +155,6 @@ def read_layers(c, family):
     uses_window = [kinds[kind] for kind in types]
     bases = getattr(c, "layer_rope_theta", None)
     uses_rope = getattr(c, "no_rope_layers", None) or bases or [1] * n_layer
-    if "WN" in family.patterns and any(uses_window):
-        uses_rope = uses_window
     if getattr(c, "position_embedding_type", "rope") != "rope":
         uses_rope = [0] * n_layer
     settings = read_rope(c, uses_window)
