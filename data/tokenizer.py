@@ -163,8 +163,13 @@ class ImportedTokenizer(Tokenizer):
 
     @functools.cached_property
     def package(self):
-        """The tokenizers.Tokenizer, which takes up to a second to load."""
-        package, settings = load_tokenizer_json(self.text), self.settings
+        """The tokenizers.Tokenizer, which takes up to a second to load; special tokens are text."""
+        tokenizers, settings = tokenizers_package(), self.settings
+        with rust_errors("tokenizer.json is damaged", "download it again"):
+            package = tokenizers.Tokenizer.from_str(self.text)
+        package.no_truncation()
+        package.no_padding()
+        package.encode_special_tokens = True
         with rust_errors("the tokens of tokenizer_config.json are damaged", "download it again"):
             add_tokens(package, settings, self.limit)
         return package
@@ -281,17 +286,6 @@ def tokenizers_package():
     import tokenizers
 
     return tokenizers
-
-
-def load_tokenizer_json(text: str):
-    """Return the tokenizers.Tokenizer of a tokenizer.json, which takes special tokens for text."""
-    tokenizers = tokenizers_package()
-    with rust_errors("tokenizer.json is damaged", "download it again"):
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
 
 
 def token_text(settings, name):
