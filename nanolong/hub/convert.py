@@ -27,10 +27,9 @@ from nanolong.hub.rope import read_rope, write_rope
 
 # Settings that an export computes or may leave out. Every other one has a value that its family
 # names, or its default: a new one is refused until an export computes it.
-FREE = {*FIELDS, "embed_scale", "attn_scale", "dropout", "extension", "window", "layer_pattern"}
-FREE |= {"rope_base", "rope_local_base", "rope_fraction", "p_rope"}
+FREE = set(FIELDS) - {"mlp"} | {"embed_scale", "attn_scale", "dropout", "extension"}
+FREE |= {"rope_base", "rope_local_base", "rope_fraction", "p_rope", "window", "layer_pattern"}
 FREE |= {"score_scale_length", "score_scale_coefficient"}
-FREE -= {"mlp"}
 
 # -----------------------------------------------------------------------------
 # Import

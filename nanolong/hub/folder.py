@@ -15,6 +15,7 @@ from nanolong.hub.families import FAMILIES
 from nanolong.hub.rope import by_kind
 from nanolong.hub.verify import as_user_error
 from nanolong.run import sync
+from nanolong.strict_json import write_json
 from nanolong.tokenizer_files import FILES
 
 # no folder below the first, and no second copy of the weights, as Mistral's have
@@ -140,15 +141,11 @@ def write_folder(folder, theirs, tokenizer):
     theirs.save_pretrained(folder, max_shard_size=MAX_FILE_SIZE)
     file = folder / "config.json"
     values = add_older_fields(json.loads(file.read_text(encoding="utf-8")))
-    write_json(file, values)
+    write_json(file, values, indent=2)
     ids = {name: values.get(name) for name in ("bos_token_id", "eos_token_id")}
-    write_json(folder / "generation_config.json", ids)
+    write_json(folder / "generation_config.json", ids, indent=2)
     for weights in folder.glob("*.safetensors"):  # which else only their owner can read
         shutil.copymode(file, weights)
-
-
-def write_json(file, values):
-    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def add_older_fields(values):
