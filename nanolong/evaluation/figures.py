@@ -144,10 +144,10 @@ def plot_curves(runs, file):
     logs = {name: read_losses(folder, "loss") for name, folder in runs.items()}
     for name, (steps, _) in logs.items():
         require(steps, f"{runs[name]} has logged no training step: name runs that have logged one")
-    plt = import_pyplot(file)
-    if plt is None:
+    figure, axes = new_figure(file, 1, 1, (5.6, 3.6), title="", note="")
+    if figure is None:
         return False
-    figure, axis = plt.subplots(figsize=(7, 4.4), dpi=120, layout="constrained")
+    axis = axes[0]
     for number, (name, log) in enumerate(logs.items()):
         style = {"color": f"C{number % 10}"}
         axis.plot(*log, linewidth=0.9, alpha=0.6, label=name, **style)
@@ -157,6 +157,5 @@ def plot_curves(runs, file):
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(file)
-    plt.close(figure)
     print(f"wrote {file}")
     return True
