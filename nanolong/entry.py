@@ -40,9 +40,8 @@ def load_entry(file, positions):
         return name
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    known = sys.modules.get(name, module)
-    if Path(getattr(known, "__file__", None) or "") == file.absolute():
-        sys.modules[name] = module  # where torch.compile looks for the functions of the file
+    # where torch.compile looks for the functions of the file; of another module, none is lost
+    sys.modules.setdefault(name, module)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
