@@ -111,6 +111,7 @@ def make_task(kind, size, rng, depth):
     if kind == "fwe":
         return Task([f" {word}" for word in words], [], 0, question, " ".join(words[:ANSWERS]))
     if kind in ("niah", "multikey"):
+        # the first needle answers
         if depth is not None:
             depths[0] = depth
         n_needles = 1 if kind == "niah" else several
