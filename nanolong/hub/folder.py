@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -175,16 +176,12 @@ def whole(target, write):
         not target.exists() or (target.is_dir() and not any(target.iterdir())),
         f"{target} exists already: remove it, or choose another",
     )
-    part = target.parent / f".tmp-{target.name}"
-    shutil.rmtree(part, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=target.parent) as tmp:
+        part = Path(tmp) / target.name
         write(part)
         for file in (*part.glob("*"), part):
             sync(file)
         if target.exists():
             target.rmdir()
         os.rename(part, target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        part.unlink(missing_ok=True)
