@@ -23,14 +23,14 @@ class Prompt:
 
 def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
     """Return the prompts of --start: the text, the text of FILE:PATH, or every line of @PATH."""
-    start, found = cfg.start, []
-    texts = [start]
-    if start.startswith(("FILE:", "@")):
-        path = start.removeprefix("@").removeprefix("FILE:")
+    found = []
+    texts = [cfg.start]
+    if cfg.start.startswith(("FILE:", "@")):
+        path = cfg.start.removeprefix("@").removeprefix("FILE:")
         reason = why_no_text(Path(path))
         require(not reason, f"{path} is {reason}")
         content = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-        texts = filter(None, content.splitlines()) if start[0] == "@" else [content]
+        texts = filter(None, content.splitlines()) if cfg.start[0] == "@" else [content]
         texts = [text.decode() for text in texts]
         require(texts, f"{path} has no prompts: write one a line")
     # bos starts the next document
