@@ -442,8 +442,10 @@ class Dataset(Text, Stream):
         found = []
         for source in self.sources:
             sizes = []
+            # with masks each array is a document, which may have separators inside
+            separator = None if source.train.masked_file else self.separator
             for tokens in source.train.tokens:
-                sizes += [stop - start for start, stop in find_documents(tokens, self.separator)]
+                sizes += [stop - start for start, stop in find_documents(tokens, separator)]
             found.append(sum(size for size in sizes if size >= length) / max(1, sum(sizes)))
         return self.weigh(found)
 

@@ -27,6 +27,10 @@ import numpy as np
 from nanolong.errors import UserError, require
 
 SEPARATOR = "<|endoftext|>"  # starts a document if nothing else is said to
+CANNOT_ENCODE = (
+    "this vocabulary cannot encode the text",
+    "leave out characters that it lacks, and bytes that are no UTF-8",
+)
 # the steps of sentencepiece's decoder in a tokenizer.json
 SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
@@ -198,16 +202,21 @@ class ImportedTokenizer(Tokenizer):
             raise UserError(f"{name} is damaged ({error}): download it again") from None
 
     def encode(self, text):
-        remedy = "leave out characters that it lacks, and bytes that are no UTF-8"
-        with rust_errors("this vocabulary cannot encode the text", remedy):
+        with rust_errors(*CANNOT_ENCODE):
             text.encode()  # of half a surrogate pair the package does not say where
             return self.package.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_with_special_tokens(self, text):
         """Encode a text in which the text of a special token stands for it."""
+        return self.find_tokens(text).ids
+
+    def find_tokens(self, text):
+        """Do as encode_with_special_tokens(): a tokenizers.Encoding, which has `offsets`, too."""
         self.package.encode_special_tokens = False
         try:
-            return self.encode(text)
+            with rust_errors(*CANNOT_ENCODE):
+                text.encode()
+                return self.package.encode(text, add_special_tokens=False)
         finally:
             self.package.encode_special_tokens = True
 

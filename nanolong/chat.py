@@ -4,9 +4,12 @@ A template is Jinja, in one of the files that a tokenizer came with. It is rende
 with what transformers' apply_chat_template() offers to a template.
 """
 
+import functools
 import importlib.util
 import json
 from datetime import datetime
+
+import numpy as np
 
 from data.tokenizer import token_text
 from nanolong.errors import UserError, require
@@ -30,14 +33,52 @@ def encode_chat(tokenizer, message: str, system: str = ""):
     if system:
         messages.insert(0, {"role": "system", "content": system})
     prompt = render(tokenizer, messages, add_generation_prompt=True)
-    # a token that ends a text ends an answer, and so does the one that the template puts after it
-    stop = {*tokenizer.ends}
+    return tokenizer.encode_with_special_tokens(prompt), find_stops(tokenizer, messages)
+
+
+def find_stops(tokenizer, messages):
+    """Return the ids that end an answer to messages, the last of which is the user's.
+
+    A token that ends a text is one, and so is the token that the template puts after an answer.
+    """
+    stops = {*tokenizer.ends}
     text = render(tokenizer, [*messages, ANSWER], add_generation_prompt=False)
     _, found, after = text.rpartition(ANSWER["content"])
     ids = tokenizer.encode_with_special_tokens(after) if found else []
     # the first one: those that follow may begin the next turn
-    stop.update([i for i in ids if i in tokenizer.special_tokens.values()][:1])
-    return tokenizer.encode_with_special_tokens(prompt), stop
+    stops.update([i for i in ids if i in tokenizer.special_tokens.values()][:1])
+    return stops
+
+
+def encode_conversation(tokenizer, messages):
+    """Encode a conversation to train on: its token ids, and which of them are scored, (T,) bool.
+
+    Scored are the tokens of each answer, from where a prompt ends to the token that ends the turn.
+    messages: dicts of "role" and "content". Raises UserError for a template that does not mark the
+    end of an answer, or writes an earlier turn in another way once the conversation goes on.
+    """
+    remedy = "change this conversation, or use a model with another template"
+    text = render(tokenizer, messages, False, remedy)
+    found = tokenizer.find_tokens(text)
+    ids, ends = found.ids, [end for _, end in found.offsets]
+    is_scored = np.zeros(len(ids), bool)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(tokenizer, messages[:i], True, remedy)
+        answered = render(tokenizer, messages[: i + 1], False, remedy)
+        is_kept = answered.startswith(prompt) and text.startswith(answered)
+        problem = f"the model's chat template writes message {i + 1} in another way than a prompt"
+        problem += " and a later turn show it"
+        require(is_kept, f"{problem}: let a conversation end with its first answer, or {remedy}")
+        first, last = np.searchsorted(ends, (len(prompt), len(answered)), "right")
+        stops = find_stops(tokenizer, messages[:i])
+        # what follows the end of the turn, such as a line end, is the template's
+        stopping = [n for n in range(first, last) if ids[n] in stops]
+        problem = "the model's chat template ends an answer with no token that ends a turn"
+        require(stopping, f"{problem}: use a model with another template")
+        is_scored[first : stopping[-1] + 1] = True
+    return ids, is_scored
 
 
 def find_template(tokenizer):
@@ -56,31 +97,32 @@ def find_template(tokenizer):
     return template if isinstance(template, str) else None
 
 
-def render(tokenizer, messages, add_generation_prompt):
-    """Render the chat template of a tokenizer for messages. Raises UserError."""
-    environment = make_environment()
-    words = {name: token_text(tokenizer.settings, name) for name in SPECIAL_TOKENS}
-    words = {name: text for name, text in words.items() if text is not None}
-    words |= {"messages": messages, "tools": None, "documents": None}
-    try:
-        template = environment.from_string(find_template(tokenizer))
-        return template.render(**words, add_generation_prompt=add_generation_prompt)
-    # a template can fail in any way
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"the model's chat template does not take this conversation ({reason}): leave --system "
-            "out, or --chat"
-        ) from None
-
-
-def make_environment():
-    """Return the sandbox, with the additions of chat templates to Jinja."""
+def render(
+    tokenizer, messages, add_generation_prompt, remedy="leave --system out, or --chat"
+) -> str:
+    """Render the chat template of a tokenizer for messages. Raises UserError, with the remedy."""
     require(
         importlib.util.find_spec("jinja2"),
         "the jinja2 package, which renders chat templates, is not installed: "
         "pip install -r requirements-hf.txt",
     )
+    words = {name: token_text(tokenizer.settings, name) for name in SPECIAL_TOKENS}
+    words = {name: text for name, text in words.items() if text is not None}
+    words |= {"messages": messages, "tools": None, "documents": None}
+    try:
+        template = compile_template(find_template(tokenizer))
+        return template.render(**words, add_generation_prompt=add_generation_prompt)
+    # a template can fail in any way
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"the model's chat template does not take this conversation ({reason}): {remedy}"
+        ) from None
+
+
+@functools.lru_cache(maxsize=8)
+def compile_template(text):
+    """Compile a template in the sandbox, with the additions of chat templates to Jinja."""
     from jinja2 import TemplateError
     from jinja2.ext import Extension
     from jinja2.nodes import Scope
@@ -109,4 +151,4 @@ def make_environment():
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+    return environment.from_string(text)
