@@ -24,7 +24,7 @@ import data
 from kernels import check
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import devices, entry, optim, parallel, progress, run
-from nanolong.errors import note, report, require, run_main
+from nanolong.errors import report, require, run_main
 
 
 @dataclass
@@ -152,9 +152,10 @@ class Batches:
         n = cfg.gradient_accumulation_steps
         self.sequences_per_step = n * cfg.batch_size
         self.tokens_per_step = self.sequences_per_step * train_length
-        # if its hidden states do not fit, an error of memory, before the system ends the process
-        own_length = train_length // cfg.sequence_parallel
-        torch.empty(cfg.batch_size, own_length, model.config.n_embd, device=self.device)
+        # If the hidden states between blocks, the least that a step keeps, do not fit, this is an
+        # error of memory, before the system ends the process.
+        size = (len(model.blocks), cfg.batch_size, train_length // cfg.sequence_parallel)
+        torch.empty(*size, model.config.n_embd, device=self.device)
         # processes take the micro-batches of a step in turn
         rank, self.world = parallel.data_rank_and_world()
         divides = n % self.world == 0
@@ -463,18 +464,15 @@ def make_model(args):
     weights = cfg.parallel == "ddp" or is_first  # with fsdp the others get their rows from it
     if cfg.init_from != "scratch":
         model = GPT.load(cfg.out_dir if cfg.resumes else cfg.init_from, weights=weights)
-        asked = vars(args.model_config)
-        run.check_settings(model.folder, vars(model.config), asked, args.given & asked.keys())
+        run.check_settings(model.folder, vars(model.config), vars(config), args.given)
         if not cfg.resumes:
             model.meta = run.take_over(model)
         return model
     config.vocab_size = data.vocabulary_size(cfg.dataset)
-    names = [Path(file).stem for file in cfg.entry]
-    if names and config.pos not in names:  # a preset's scheme wins
-        note(f"--pos={config.pos} is trained, and no scheme of --entry: give --pos={names[0]}")
     torch.manual_seed(cfg.seed)
     model = GPT(config) if weights else parallel.build_without_weights(GPT, config)
     entry.check_scheme(model)
+    progress.note_unused(POSITIONS, config, cfg.entry, args.given)
     return model
 
 

@@ -6,13 +6,14 @@ import shlex
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import data
 from nanolong import devices, errors, optim, parallel, run
-from nanolong.errors import require
+from nanolong.errors import note, require
 
 
 def no_terminal():
@@ -101,6 +102,29 @@ def say(text):
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output has gone: the run goes on
         errors.discard_stdout()
+
+
+def note_unused(schemes, config, entries, given):
+    """Print a note on each setting of a new model that changes nothing.
+
+    schemes: classes by name; config: a GPTConfig; entries: files of --entry; given: names of the
+    settings that are given.
+    """
+    names = [Path(file).stem for file in entries]
+    if names and config.pos not in names:  # a preset's scheme wins
+        note(f"--pos={config.pos} is trained, and no scheme of --entry: give --pos={names[0]}")
+    scheme = schemes[config.pos]
+    of_schemes = {name for other in schemes.values() for name in other.settings}
+    unused = dict.fromkeys(of_schemes - {*scheme.settings}, f"--pos={config.pos}")
+    of_llama4 = ("score_scale_coefficient", "score_scale_offset")
+    of_scale = {"none": (*of_llama4, "score_scale_length", "score_scale_layers"), "logn": of_llama4}
+    scale = config.score_scale
+    unused |= dict.fromkeys(of_scale.get(scale, ()), f"--score_scale={scale}")
+    for name in sorted(given & unused.keys()):
+        if getattr(config, name) != getattr(type(config), name):
+            note(f"{unused[name]} does not use --{name}: leave it out, or choose another")
+    if config.sinks and scheme.gates is not schemes["nope"].gates:
+        note(f"--pos={config.pos} forgets the --sinks: they lose weight with distance")
 
 
 def print_header(batches, state):

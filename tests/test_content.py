@@ -97,11 +97,9 @@ def test_processes_that_share_a_text_compute_it(processes, run):
 # Refusals.
 
 
-def test_positions_that_gates_would_ignore_are_refused(make, capfd):
+def test_positions_that_gates_would_ignore_are_refused(make):
     for pos in SCHEMES:
         with pytest.raises(UserError, match="random_positions needs a scheme that uses position"):
             make(pos=pos, random_positions=99)
         with pytest.raises(UserError, match="consecutive position ids"):
             make(pos=pos)(torch.zeros(1, 3, dtype=torch.long), positions=torch.tensor([0, 2, 3]))
-    make(pos="fox", window=9, sinks=2)
-    assert "forgets the --sinks" in capfd.readouterr().err
