@@ -317,6 +317,8 @@ def check_options(method, rotary_dim, original_length, factor, options):
             needed = "a number above 0"
         elif name in ("window", "group") and value != int(value):
             needed = "a whole number of at least 1"
+        elif name == "window" and value > original_length:
+            needed = f"at most {original_length}, the original context length"
         require(not needed, f"{name}={value!r:.60} cannot be used: give {needed}")
     for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
         in_order = low not in given or given[low] < given[high]

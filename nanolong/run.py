@@ -304,10 +304,12 @@ def take_over(model, *more):
 
 
 def check_settings(folder, saved, asked, names):
-    """Refuse settings that a checkpoint has otherwise; saved, asked: settings by name."""
+    """Refuse settings that a checkpoint has otherwise; saved, asked: settings by name; names: names
+    of settings to compare, and of some that are not asked.
+    """
     # as JSON has them: a tuple as a list
     saved, asked = (from_json(to_json(values)) for values in (saved, asked))
-    for name in sorted(names):
+    for name in sorted(asked.keys() & names):
         problem = f"{folder} was made with {name}={saved[name]}, not {asked[name]}"
         require(saved[name] == asked[name], f"{problem}: leave --{name} out")
 
