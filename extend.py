@@ -79,6 +79,10 @@ class ExtendConfig(TrainConfig):
         problem = "--lora trains by AdamW, with whole matrices in every process"
         require(fits or not self.lora, f"{problem}: give --optimizer=adamw and --parallel=ddp")
 
+    @property
+    def continues(self):
+        return self.resumes or self.keep_optimizer
+
 
 LORA = ("lora", "lora_alpha", "lora_also")
 # What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
@@ -344,7 +348,8 @@ def main(argv=None):
     # with fsdp the others get their rows of the weights from the first process
     weights = rank == 0 or cfg.parallel == "ddp"
     with run.lock(cfg.out_dir):
-        run.check_unused(cfg)
+        if not (cfg.resumes or cfg.overwrite):
+            run.check_unused(cfg.out_dir)
         has_record = not cfg.max_iters or (cfg.dataset and cfg.learning_rate)
         problem = f"{args.paths[0]} has no record of data and a learning rate above 0"
         require(has_record, f"{problem}: give --dataset and --learning_rate, or --max_iters=0")
@@ -376,7 +381,7 @@ def main(argv=None):
         # Evaluate.
         if rank == 0 and status == 0:
             model = GPT.load(cfg.out_dir)
-            if run.is_finished(model, cfg):
+            if run.is_finished(model, cfg.out_dir, cfg.last_step):
                 report(model, cfg, "extended and trained")
         return status
 

@@ -402,8 +402,8 @@ class GPT(nn.Module):
         self.check_length(end)
         tables_version = self.pos.set_length(end)
         if cache is None:
-            # plan: the kernels keep their tile segments here, once for all layers
-            mask = {"docs": docs, "positions": positions if explicit else None, "plan": {}}
+            # shared: what is computed once for all layers, as the kernels' tile segments
+            mask = {"docs": docs, "positions": positions if explicit else None, "shared": {}}
             return tokens, positions, mask
         tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
         return tokens, positions, cache.mask()
@@ -886,11 +886,11 @@ class RelativeVectors(NoPE):
 
     def attend(
         self, q, k, v, pos, layer, cache, *, scale, window=0, sinks=0, docs=None, positions=None,
-        length=None, return_lse=False, plan=None,
+        length=None, return_lse=False, shared=None,
     ):  # fmt: skip
         """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D).
 
-        The options are described in kernels/reference.py; plan is not used.
+        The options are described in kernels/reference.py; shared is not used.
         """
         if cache is None:
             vectors = self.vectors(k.shape[2], layer)
@@ -1182,13 +1182,13 @@ class RoPE(NoPE):
             return super().attend(q, k, v, pos, layer, cache, **mask)
         # Keys are cached as rotate() leaves them. Far keys are rotated once more, by tables that
         # all layers of a step share.
-        docs, plan = mask["docs"], mask["plan"]
+        docs, shared = mask["docs"], mask["shared"]
         if cache is not None:
             pos = cache.pos
             k, v = cache.update(layer, k.to(v.dtype), v)
-        if "far" not in plan:
-            plan["far"] = kernels.cos_sin(far.of_keys(pos) - pos, self.inv_freq)
-        terms = far, self.inv_freq, plan["far"], docs is None and mask["positions"] is None
+        if "far" not in shared:
+            shared["far"] = kernels.cos_sin(far.of_keys(pos) - pos, self.inv_freq)
+        terms = far, self.inv_freq, shared["far"], docs is None and mask["positions"] is None
         options = mask["scale"], mask.get("length"), {"positions": pos, "docs": docs}
         (y,) = attend_in_chunks(rope_scaling.attend_chunk, q, k, v, terms, *options)
         return y
@@ -1238,10 +1238,10 @@ class RoPE(NoPE):
     def set_frequencies(self, method, factor, options):
         """Returns whether the table has changed; True while torch.compile traces."""
         old, old_factor, old_far = self.inv_freq, self.attention_factor, self.far
-        found = self.frequencies(method, factor, options)
-        rope_scaling.check_frequencies(found, self.rotary_dim, type(self).__name__)
-        self.inv_freq = found[0].to(old, non_blocking=True)
-        self.attention_factor = found[1]
+        tables = self.frequencies(method, factor, options)
+        rope_scaling.check_frequencies(tables, self.rotary_dim, type(self).__name__)
+        self.inv_freq = tables[0].to(old, non_blocking=True)
+        self.attention_factor = tables[1]
         self.far = rope_scaling.far_keys(method, self.config.original_length, factor, options)
         self._cos_sin = None
         if torch.compiler.is_compiling():

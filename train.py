@@ -82,6 +82,9 @@ class TrainConfig:
             require(getattr(self, name) >= 1, f"--{name} must be at least 1")
         require(self.stop_at <= self.max_iters, "--stop_at is beyond --max_iters: lower it")
         require(max(self.beta1, self.beta2) < 1, "--beta1 and --beta2 must be below 1")
+        problem = "--parallel=fsdp cuts matrices into rows, and Muon needs whole ones"
+        has_rows = self.parallel == "fsdp" and self.optimizer == "muon"
+        require(not has_rows, f"{problem}: give --optimizer=adamw")
 
     @property
     def last_step(self):
@@ -95,8 +98,8 @@ class TrainConfig:
 
     @property
     def continues(self):
-        """Whether it goes on from a step and an optimizer: its own, or of extend.py's parent."""
-        return self.resumes or getattr(self, "keep_optimizer", False)
+        """Whether it goes on from the step and the optimizer of the checkpoint."""
+        return self.resumes
 
 
 @dataclass
@@ -236,10 +239,10 @@ def sum_losses(model, dataset, cfg, stop):
         with devices.autocast(device, getattr(torch, cfg.dtype)):
             losses = model(**inputs, reduction="none").cpu().double().numpy()
         if number < len(batches):
-            found = [n_targets, losses.sum(), 0, 0]
+            counts = [n_targets, losses.sum(), 0, 0]
             if n_bytes is not None:
-                found[2:] = losses[dataset.is_text(ids[1])].sum(), n_bytes.sum()
-            sums += torch.tensor(found, dtype=torch.float64)
+                counts[2:] = losses[dataset.is_text(ids[1])].sum(), n_bytes.sum()
+            sums += torch.tensor(counts, dtype=torch.float64)
     parallel.reshard(model)
     model.train(was_training)
     sums = parallel.sum_over_processes(sums).tolist()
@@ -330,13 +333,14 @@ def train(
     require(cfg.eval_length <= longest, f"--eval_length is beyond the context length of {longest}")
     train_length = train_length or longest
     with run.lock(cfg.out_dir):
-        run.check_unused(cfg)
-        # the data, what `auto` means, and how far training is
+        cfg = decide_auto(model, cfg, train_length, device)
+        if not (cfg.resumes or cfg.overwrite):
+            run.check_unused(cfg.out_dir)
+        # the data, and how far training is
         if dataset is None:
             dataset = open_dataset(model, cfg, train_length)
         else:  # a name in the checkpoint would have evaluate.py open other data
             cfg = replace(cfg, dataset="")
-        cfg = parallel.decide_auto(model, cfg, train_length, device)
         run.check_same(model, cfg, dataset)
         state = restore_state(model, cfg, train_length)
 
@@ -349,10 +353,12 @@ def train(
         parallel.share_sequences(cfg.sequence_parallel, model, lengths)
         devices.prepare_device(device)
         model.activation_checkpointing = cfg.checkpoint_activations
-        forward = parallel.distribute(model.train(), cfg, device)
+        forward = parallel.distribute(
+            model.train(), device, sharded=cfg.parallel == "fsdp", compiled=cfg.compile
+        )
         optimizers = optim.make_optimizers(model, cfg)
         if cfg.continues:
-            run.load_optimizers(model, optimizers, cfg, model.folder)
+            run.load_optimizers(model, optimizers, vars(cfg))
         batches = Batches(dataset, model, cfg, train_length, max_position, state.sequences)
         progress.print_header(batches, state)
         shown = progress.RunLog(batches, state)
@@ -418,6 +424,16 @@ def fit(forward, optimizers, batches, state, stop, shown):
         shown.step(state, loss, grad_norm)
 
 
+def decide_auto(model, cfg, length, device):
+    """cfg with the dtype and compilation that `auto` means on the first process."""
+    n_tokens = cfg.gradient_accumulation_steps * cfg.batch_size * length
+    pays = devices.compilation_pays(model, cfg.max_iters, n_tokens, length, device)
+    dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
+    compiles = devices.pick_compile(cfg.compile, device, pays)
+    dtype, compiles = parallel.broadcast((dtype, compiles))
+    return replace(cfg, dtype=dtype, compile=compiles)
+
+
 def restore_state(model, cfg, train_length):
     """How far training is, from the model's checkpoint."""
     state = TrainState(loss_scale=65536.0 if cfg.dtype == "float16" else 1.0)
@@ -478,7 +494,7 @@ def make_model(args):
 
 def train_and_sample(model, cfg, train_length=0, max_position=0):
     """Train, and print a sample from an empty prompt. Returns the exit status."""
-    if cfg.resumes and run.is_finished(model, cfg):
+    if cfg.resumes and run.is_finished(model, cfg.out_dir, cfg.last_step):
         setting = "raise --stop_at or leave it out" if cfg.stop_at else "raise --max_iters"
         print(f"{model.folder} is finished: to train on, {setting}")
         return 0

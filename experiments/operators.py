@@ -106,7 +106,7 @@ def visible_blocks(T, docs, window, device):
 
 def peer_attention(
     q, k, v, *, bias=None, gates=None, docs=None, window=0, sinks=0, positions=None, scale=None,
-    plan=None,
+    shared=None,
 ):  # fmt: skip
     """Compute kernels.attention() of a training step by SDPA, or FlexAttention if it has a term."""
     assert not sinks and positions is None, "no peer has these"

@@ -47,7 +47,7 @@ def rope(q, k, cos, sin):
     return rotary(q, k, cos, sin)
 
 
-def attention(q, k, v, *, bias=None, length=None, plan=None, **options):
+def attention(q, k, v, *, bias=None, length=None, shared=None, **options):
     """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention()."""
     # One query meets each key once, so PyTorch's products read a cache as often as a kernel would.
     is_single = q.shape[2] == 1 and not torch.is_grad_enabled()
@@ -57,7 +57,7 @@ def attention(q, k, v, *, bias=None, length=None, plan=None, **options):
     from . import flash
 
     q, k = q.to(v.dtype), k.to(v.dtype)  # as in reference.py
-    return flash.attention(q, k, v, bias=bias, plan=plan, **options)
+    return flash.attention(q, k, v, bias=bias, shared=shared, **options)
 
 
 # Under torch.compile a selective checkpoint warns that in-place operators would go wrong in it.

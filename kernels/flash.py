@@ -818,12 +818,12 @@ def _(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys):
     return (positions if docs is None else docs).new_empty(B, blocks, 16, dtype=torch.int32)
 
 
-def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan):
+def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, shared):
     """Bring documents and positions to int32 (1 or B, Tk), and find the tiles that they leave.
 
     Returns documents and positions, None if they hide nothing, and tile_segments() for each of
     KERNELS that will run. If the indices alone decide, the list is empty, and launch() finds them.
-    plan: None, or a dict in which the result stays for calls with the same mask.
+    shared: None, or a dict in which the result stays for calls with the same mask.
     """
     q, k, _, bias, _ = tensors
     positions = positions if window else None
@@ -837,16 +837,16 @@ def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan
     where = (window, sinks, q.shape[2], k.shape[2], m, causal)
     # In training, torch.compile itself merges equal calls of an operator; and it cannot change a
     # dict of the model in a block that is checkpointed.
-    is_shared = plan is not None and not (has_grad and torch.compiler.is_compiling())
-    if is_shared and (where, tiles) in plan:
-        of_docs, of_positions, result = plan[where, tiles]
+    is_shared = shared is not None and not (has_grad and torch.compiler.is_compiling())
+    if is_shared and (where, tiles) in shared:
+        of_docs, of_positions, result = shared[where, tiles]
         if of_docs is docs and of_positions is positions:
             return result
     mask = [None if x is None else torch.atleast_2d(x).int() for x in (docs, positions)]
     found = {tile: _tile_segments(*mask, *where, *tile) for tile in dict.fromkeys(tiles)}
     result = *mask, [found[tile] for tile in tiles]
     if is_shared:
-        plan[where, tiles] = docs, positions, result
+        shared[where, tiles] = docs, positions, result
     return result
 
 
@@ -1129,7 +1129,7 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 def attention(
     q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None,
-    return_lse=False, plan=None, gates=None,
+    return_lse=False, shared=None, gates=None,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) v.
 
@@ -1146,7 +1146,7 @@ def attention(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     tensors = prepare(q, k, v, bias, gates, positions, docs, scale)
     docs, positions, segments = prepare_mask(
-        tensors, docs, positions, window, sinks, causal, needs_grad(tensors), plan
+        tensors, docs, positions, window, sinks, causal, needs_grad(tensors), shared
     )
     options = (window, sinks, causal, scale)
     out, lse = _attention(*tensors, docs, positions, segments, *options)

@@ -34,7 +34,7 @@ def rope(q, k, cos, sin):
 
 def attention(
     q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None,
-    return_lse=False, length=None, plan=None, gates=None, return_probabilities=False,
+    return_lse=False, length=None, shared=None, gates=None, return_probabilities=False,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) v.
 
@@ -58,7 +58,7 @@ def attention(
     gates       None, or running sums c of log gates (B, H, Tk), float64: adds c_i - c_j to the
                 score of query i and key j (FoX, Lin et al. 2025), with gradient. Without a
                 bias. The softmax does not see c_i, but the log-sum-exp does.
-    plan        None, or a dict, empty at first, that calls with the same mask share, as the layers
+    shared      None, or a dict, empty at first, that calls with the same mask share, as the layers
                 of a step do: kernels keep their tile segments in it. It changes no result.
 
     return_probabilities, which the kernels do not have: return also the softmax, (B, H, Tq, Tk).

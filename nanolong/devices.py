@@ -120,16 +120,16 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype)
 
 
-def compilation_pays(model, cfg, length, device):
-    """Whether torch.compile saves more time in a run, of a TrainConfig, than it takes itself.
+def compilation_pays(model, n_steps, n_tokens, length, device):
+    """Whether torch.compile saves more time in a run than it takes itself.
 
-    By steps and sizes, and no clock, so that all processes and a resumed run decide alike. On two
-    cores, compiling took 4 to 8 s a layer; a step then saved 4 ms a layer, and 2 ms for each 1e9
-    floating-point operations of a layer (experiments/results/cpu/train.md).
+    n_tokens: tokens of a step, in sequences of this length. By steps and sizes, and no clock, so
+    that a resumed run decides alike. On two cores, compiling took 4 to 8 s a layer; a step then
+    saved 4 ms a layer, and 2 ms for each 1e9 floating-point operations of a layer
+    (experiments/results/cpu/train.md).
     """
-    tokens = cfg.gradient_accumulation_steps * cfg.batch_size * length
-    flops = tokens * flops_per_token(model, length) / len(model.blocks)
-    return device.type != "cpu" or cfg.max_iters * (0.004 + 2e-12 * flops) >= 8
+    flops = n_tokens * flops_per_token(model, length) / len(model.blocks)
+    return device.type != "cpu" or n_steps * (0.004 + 2e-12 * flops) >= 8
 
 
 def pick_compile(wanted, device, pays):

@@ -74,7 +74,7 @@ class KVCache:
             "docs": self.docs,
             "positions": self.pos if self.explicit_positions else None,
             "length": self.valid_length,
-            "plan": {},  # of this step: the next one has other keys
+            "shared": {},  # of this step: the next one has other keys
         }
 
     def update(self, layer, k, v):

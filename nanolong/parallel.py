@@ -16,7 +16,6 @@ import atexit
 import math
 import os
 import time
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -92,15 +91,6 @@ def sum_over_processes(x):
     return x
 
 
-def decide_auto(model, cfg, length, device):
-    """A TrainConfig with the dtype and compilation that `auto` means on the first process."""
-    dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
-    pays = devices.compilation_pays(model, cfg, length, device)
-    compiles = devices.pick_compile(cfg.compile, device, pays)
-    dtype, compiles = broadcast((dtype, compiles))
-    return replace(cfg, dtype=dtype, compile=compiles)
-
-
 def check_same(what):
     """Raise UserError in every process unless `what`, compared as text, is the same in all."""
     require(
@@ -114,28 +104,23 @@ def check_same(what):
 # A model in every process (ddp), or in shards (fsdp).
 
 
-def distribute(model, cfg, device):
-    """Move a model to the device, whole (ddp) or in shards (fsdp), and compile it if cfg.compile.
+def distribute(model, device, sharded=False, compiled=False):
+    """Move a model to the device, whole (ddp) or in shards (fsdp).
 
-    cfg: a TrainConfig. Returns the module to call in training. All have the weights of the first
-    process. Raises UserError for fsdp with one process, or with Muon.
+    Returns the module to call in training. All have the weights of the first process. Raises
+    UserError for shards in one process.
     """
     require(
-        cfg.parallel == "ddp" or rank_and_world()[1] > 1,
+        not sharded or rank_and_world()[1] > 1,
         "--parallel=fsdp needs several processes: start them by torchrun --nproc_per_node=N, or "
         "give --parallel=ddp",
     )
-    require(
-        cfg.parallel == "ddp" or cfg.optimizer != "muon",
-        "--parallel=fsdp cuts matrices into rows, and Muon needs whole ones: give "
-        "--optimizer=adamw",
-    )
     forward = model
-    if cfg.compile:
+    if compiled:
         # Processes communicate in every block, which is not compiled: so compile block by block.
-        by_block = cfg.parallel == "fsdp" or sequence_rank_and_size()[1] > 1
+        by_block = sharded or sequence_rank_and_size()[1] > 1
         forward = devices.compile_model(model, by_block)
-    if cfg.parallel == "fsdp":
+    if sharded:
         return shard(model, device)
     model.to(device)
     if dist.is_initialized():

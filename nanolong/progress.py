@@ -144,7 +144,8 @@ def print_header(batches, state):
     )
     processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"
     mode = "compiled (the first step takes up to a minute)" if cfg.compile else "not compiled"
-    pays = devices.compilation_pays(model, cfg, batches.train_length, batches.device)
+    sizes = (cfg.max_iters, batches.tokens_per_step, batches.train_length)
+    pays = devices.compilation_pays(model, *sizes, batches.device)
     if not (cfg.compile or pays):
         mode += ": it would take longer than it saves"
     where = f"{processes}, {devices.device_name(batches.device)}"

@@ -314,11 +314,10 @@ def check_settings(folder, saved, asked, names):
         require(saved[name] == asked[name], f"{problem}: leave --{name} out")
 
 
-def check_unused(cfg):
+def check_unused(folder):
     """Refuse to write over a run."""
-    is_free = cfg.resumes or cfg.overwrite or not list_steps(cfg.out_dir)
     repairs = "give --init_from=resume, --overwrite or another --out_dir"
-    require(is_free, f"{cfg.out_dir} holds a run already: {repairs}")
+    require(not list_steps(folder), f"{folder} holds a run already: {repairs}")
 
 
 def check_same(model, cfg, dataset):
@@ -416,8 +415,12 @@ def parameters_not_stored(model):
     return {name: p.detach() for name, p in model.named_parameters() if name not in stored}
 
 
-def load_optimizers(model, optimizers, cfg, folder):
-    """Restore the state in optim.safetensors. Raises UserError if it is another optimizer's."""
+def load_optimizers(model, optimizers, settings):
+    """Restore the state in optim.safetensors of the checkpoint that the model was loaded from.
+
+    settings: settings of training by name. Raises UserError if the state is another optimizer's.
+    """
+    folder = model.folder
     meta = read_meta(folder)
     tensors = read_tensors(folder, "optim", meta)
     for name, p in parameters_not_stored(model).items():
@@ -425,7 +428,7 @@ def load_optimizers(model, optimizers, cfg, folder):
             p.copy_(tensors.pop(name))
     if not tensors:  # before the first step there is no state
         return
-    check_settings(folder, meta["train"], vars(cfg), ["optimizer"])
+    check_settings(folder, meta["train"], settings, ["optimizer"])
     parameters = dict(model.named_parameters())
     owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
     for key, x in tensors.items():
@@ -544,10 +547,10 @@ def is_evaluated(run, step):
     return any(row["step"] == step and "val_loss" in row for row in read_log(run))
 
 
-def is_finished(model, cfg):
+def is_finished(model, folder, last_step):
     """Whether the run of a loaded model has taken its last step, and evaluated it."""
     step = model.meta["step"]
-    return cfg.max_iters and step >= cfg.last_step and is_evaluated(cfg.out_dir, step)
+    return last_step and step >= last_step and is_evaluated(folder, step)
 
 
 def prune(run):

@@ -79,7 +79,7 @@ class FakeKernels:
     def __init__(self):
         self.fault = None
 
-    def attention(self, q, k, v, plan=None, **options):
+    def attention(self, q, k, v, shared=None, **options):
         if self.fault:
             q, k, v, options = self.fault(q, k, v, options)
         return eager.attention(q, k, v, **options)

@@ -424,7 +424,7 @@ def test_a_plan_holds_for_the_same_mask_only(rng):
     q, k, v = small_inputs(H=1, T=66)
     index = torch.arange(66)
     docs, others = index.expand(2, 66) // 30, index.expand(2, 66) // 7
-    plan = {}
+    shared = {}
     for of_docs, options in (
         (docs, {}),
         (others, {}),
@@ -434,8 +434,8 @@ def test_a_plan_holds_for_the_same_mask_only(rng):
         (docs, {"bias": torch.randn(1, 20)}),
         (docs, {"window": 5, "positions": index // 3}),
     ):
-        y = flash.attention(q, k, v, **options, docs=of_docs, plan=plan)
+        y = flash.attention(q, k, v, **options, docs=of_docs, shared=shared)
         assert torch.equal(y, flash.attention(q, k, v, **options, docs=of_docs))
     few = q[:, :, 40:]
-    y = flash.attention(few, k, v, docs=docs, plan=plan)
+    y = flash.attention(few, k, v, docs=docs, shared=shared)
     assert torch.equal(y, flash.attention(few, k, v, docs=docs))
