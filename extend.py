@@ -113,7 +113,7 @@ def run_defaults(given, paths):
     problem = f"{out_dir} was not written by extend.py: resume it by train.py"
     require("method" in (saved or asked), problem)
     saved = saved or inherited_settings(meta, asked)
-    return {"method": method, **saved, "text": given.get("text", ""), "out_dir": out_dir}
+    return {"method": method, **saved, "out_dir": out_dir}
 
 
 def default_out_dir(parent, asked, before):

@@ -155,8 +155,7 @@ class Batches:
         n = cfg.gradient_accumulation_steps
         self.sequences_per_step = n * cfg.batch_size
         self.tokens_per_step = self.sequences_per_step * train_length
-        # If the hidden states between blocks, the least that a step keeps, do not fit, this is an
-        # error of memory, before the system ends the process.
+        # if the hidden states between blocks do not fit, an error, before the system ends the run
         size = (len(model.blocks), cfg.batch_size, train_length // cfg.sequence_parallel)
         torch.empty(*size, model.config.n_embd, device=self.device)
         # processes take the micro-batches of a step in turn
@@ -222,8 +221,8 @@ def sum_losses(model, dataset, cfg, stop):
     sums = torch.zeros(4, dtype=torch.float64)
     was_training = model.training
     model.eval()
-    rounds = range(rank, math.ceil(len(batches) / world) * world, world)
-    for number in progress.bar(rounds, "validation"):
+    rounds = progress.Rounds(range(rank, math.ceil(len(batches) / world) * world, world))
+    for number in rounds:
         if parallel.any_process(stop):
             return None
         # In the last round some have no batch left. They compute one that does not count, since
@@ -243,6 +242,7 @@ def sum_losses(model, dataset, cfg, stop):
             if n_bytes is not None:
                 counts[2:] = losses[dataset.is_text(ids[1])].sum(), n_bytes.sum()
             sums += torch.tensor(counts, dtype=torch.float64)
+            rounds.show_loss(sums)
     parallel.reshard(model)
     model.train(was_training)
     sums = parallel.sum_over_processes(sums).tolist()

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
@@ -20,10 +21,28 @@ def no_terminal():
     return not sys.stderr.isatty()
 
 
-def bar(items, what):
-    """Show, in the first process, how far a loop is; on a terminal, until it ends."""
-    hidden = parallel.rank_and_world()[0] > 0 or no_terminal()
-    return tqdm(items, what, leave=False, disable=hidden)
+class Rounds:
+    """The numbers of the batches of a validation. The first process shows how far it is: on a
+    terminal by a bar, else, if it takes more than some seconds, by a line after the first batch.
+    """
+
+    def __init__(self, numbers):
+        self.n = len(numbers)
+        self.is_first = parallel.rank_and_world()[0] == 0
+        self.bar = tqdm(
+            numbers, "validation", leave=False, disable=no_terminal() or not self.is_first
+        )
+        self.clock = time.perf_counter()
+
+    def __iter__(self):
+        return iter(self.bar)
+
+    def show_loss(self, sums):
+        """Take the sums of sum_losses() after a batch."""
+        seconds = (time.perf_counter() - self.clock) * self.n
+        if self.clock and no_terminal() and self.is_first and seconds > 5 and sums[0]:
+            say(f"validating: loss {sums[1] / sums[0]:.4f} after the first of {self.n} batches")
+        self.clock = 0
 
 
 class RunLog:
@@ -47,6 +66,24 @@ class RunLog:
             row_settings = {**asdict(batches.model.config), **asdict(cfg)}
             step = state.step if cfg.resumes else None
             self.log = run.Log(cfg.out_dir, step, cfg.wandb, row_settings)
+            if cfg.resumes:
+                self.resumed(state, batches.model.meta["train"])
+
+    def resumed(self, state, saved):
+        """Print, and log, the settings of training that are others now; saved: the checkpoint's."""
+        cfg, step = self.cfg, state.step
+        own = saved.keys() - {"init_from", *run.OF_ONE_COMMAND}
+        changed = run.changed_settings(saved, asdict(cfg), own)
+        text = f"resumed from step {step}"
+        if changed:
+            self.log.write(step, changed=changed)
+            pairs = (f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+            text += f"; {', '.join(pairs)}"
+        before = optim.get_lr(SimpleNamespace(**saved), max(0, step - 1))
+        after = optim.get_lr(cfg, step)
+        if changed and max(before, after) > 2 * min(before, after):
+            text += f"; the learning rate goes from {before:.3g} to {after:.3g}"
+        say(text)
 
     def start_clock(self, state):
         self.clock, self.clock_tokens = time.perf_counter(), state.tokens
@@ -68,8 +105,8 @@ class RunLog:
             row = {"loss": loss, "lr": optim.get_lr(cfg, step - 1), "norm": norm}
             row |= {"tokens": state.tokens, "tokens_per_second": round(speed)}
             self.log.write(step, **row, **others)
-        # once, and for every tenth of a run without a terminal
-        if step == self.first_step or no_terminal() and step % max(1, cfg.last_step // 10) == 0:
+        # once, and without a terminal whatever is logged
+        if step == self.first_step or no_terminal() and is_logged:
             memory = f", {devices.peak_memory(self.device) / 1e9:.3g} GB at the peak"
             say(f"step {step}/{cfg.last_step}: {text}{memory}")
         if is_logged or step == self.first_step:
@@ -87,6 +124,8 @@ class RunLog:
                 if name not in ("val_loss", "val_bits_per_byte"):
                     texts.append(f"{name.removeprefix('val_loss_')} {value:.4f}")
             say(f"step {state.step}: {', '.join(texts)}")
+            if self.cfg.compile and state.step + 1 == self.first_step <= self.cfg.last_step:
+                say("compiling the first step, which takes up to a minute")
         self.start_clock(state)
 
     def close(self):
