@@ -111,7 +111,7 @@ def run_defaults(given, paths):
     out_dir = given.get("out_dir") or default_out_dir(parent, asked, meta["config"]["extension"])
     saved = run.settings_to_resume(given, out_dir)
     problem = f"{out_dir} was not written by extend.py: resume it by train.py"
-    require("method" in (saved or asked), problem)
+    require(not saved or "method" in saved, problem)
     saved = saved or inherited_settings(meta, asked)
     return {"method": method, **saved, "out_dir": out_dir}
 
@@ -133,7 +133,7 @@ def default_out_dir(parent, asked, before):
 
 
 def inherited_settings(meta, asked):
-    """The settings to take over from the run, of its meta.json, if others are asked for."""
+    """The settings to take over from a run; asked: the others by name, with method and factor."""
     trained = meta.get("train") or {}
     starts_text = {"bos": meta["bos"] is not None}
     if not trained.get("learning_rate"):  # it was imported
@@ -150,7 +150,7 @@ def inherited_settings(meta, asked):
     config = meta["config"]
     before = config["extension"] or {"factor": 1, "original_length": config["block_size"]}
     original, extended = before["original_length"], config["block_size"]
-    longer = sequence_length(asked, original, extended * max(1, asked["factor"]))
+    longer = sequence_length(asked, original, extended * max(1, asked["factor"]))  # less is refused
     longer /= sequence_length(trained, original, extended)
     n = trained["gradient_accumulation_steps"] * trained["batch_size"]
     saved["batch_size"] = max(1, round(trained["batch_size"] / longer))

@@ -21,28 +21,23 @@ def no_terminal():
     return not sys.stderr.isatty()
 
 
-class Rounds:
-    """The numbers of the batches of a validation. The first process shows how far it is: on a
-    terminal by a bar, else, if it takes more than some seconds, by a line after the first batch.
+class Rounds(tqdm):
+    """The numbers of the batches of a validation, with a bar on a terminal; without one, the first
+    process prints a line after the first batch if all take more than some seconds.
     """
 
     def __init__(self, numbers):
-        self.n = len(numbers)
-        self.is_first = parallel.rank_and_world()[0] == 0
-        self.bar = tqdm(
-            numbers, "validation", leave=False, disable=no_terminal() or not self.is_first
-        )
         self.clock = time.perf_counter()
-
-    def __iter__(self):
-        return iter(self.bar)
+        self.is_first = parallel.rank_and_world()[0] == 0
+        hidden = no_terminal() or not self.is_first
+        super().__init__(numbers, "validation", leave=False, disable=hidden)
 
     def show_loss(self, sums):
         """Take the sums of sum_losses() after a batch."""
-        seconds = (time.perf_counter() - self.clock) * self.n
-        if self.clock and no_terminal() and self.is_first and seconds > 5 and sums[0]:
-            say(f"validating: loss {sums[1] / sums[0]:.4f} after the first of {self.n} batches")
-        self.clock = 0
+        is_slow = (time.perf_counter() - self.clock) * self.total > 5
+        if no_terminal() and self.is_first and is_slow and sums[0]:
+            say(f"validating: loss {sums[1] / sums[0]:.4f} after the first of {self.total} batches")
+        self.is_first = False
 
 
 class RunLog:
@@ -71,19 +66,16 @@ class RunLog:
 
     def resumed(self, state, saved):
         """Print, and log, the settings of training that are others now; saved: the checkpoint's."""
-        cfg, step = self.cfg, state.step
-        own = saved.keys() - {"init_from", *run.OF_ONE_COMMAND}
-        changed = run.changed_settings(saved, asdict(cfg), own)
-        text = f"resumed from step {step}"
+        names = saved.keys() - {"init_from", *run.OF_ONE_COMMAND}
+        changed = run.changed_settings(saved, asdict(self.cfg), names)
+        texts = [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
         if changed:
-            self.log.write(step, changed=changed)
-            pairs = (f"{name} {old} -> {new}" for name, (old, new) in changed.items())
-            text += f"; {', '.join(pairs)}"
-        before = optim.get_lr(SimpleNamespace(**saved), max(0, step - 1))
-        after = optim.get_lr(cfg, step)
+            self.log.write(state.step, changed=changed)
+        before = optim.get_lr(SimpleNamespace(**saved), max(0, state.step - 1))
+        after = optim.get_lr(self.cfg, state.step)
         if changed and max(before, after) > 2 * min(before, after):
-            text += f"; the learning rate goes from {before:.3g} to {after:.3g}"
-        say(text)
+            texts.append(f"so the learning rate goes from {before:.3g} to {after:.3g}")
+        say("; ".join(filter(None, (f"resumed from step {state.step}", ", ".join(texts)))))
 
     def start_clock(self, state):
         self.clock, self.clock_tokens = time.perf_counter(), state.tokens

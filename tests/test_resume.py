@@ -209,8 +209,8 @@ def test_what_a_resumed_run_changes_is_printed_and_logged(call, words, tmp_path)
     done = assert_success(call(*resume, "--max_iters=20", "--batch_size=3", "--stop_at=9"))
     # step 8 had 0.004 (1 - (7/8 - 0.6) / 0.4), and step 9 is before the last 40 % of 20
     changes = "batch_size 4 -> 3, max_iters 8 -> 20"
-    jump = "the learning rate goes from 0.00125 to 0.004"
-    assert f"\nresumed from step 8; {changes}; {jump}\n" in done.stdout
+    jump = "so the learning rate goes from 0.00125 to 0.004"
+    assert f"\nresumed from step 8; {changes}, {jump}\n" in done.stdout
     row = {"step": 8, "changed": {"batch_size": [4, 3], "max_iters": [8, 20]}}
     assert row in logged(tmp_path / "run") and len(logged(tmp_path / "run", "changed")) == 1
     (tmp_path / "run").rename(tmp_path / "moved")
