@@ -18,6 +18,10 @@
   token-aligned  Score the same tokens at every length: sequences of all lengths end at the same
                  places, and only their last --stride tokens are scored. This answers whether
                  more context helps.
+  repeats        What a longer context gains over the shortest on these tokens, by where a token and
+                 the two before it stood last in its document: repeats that only the longer context
+                 shows (far) say whether it is used, which few tokens need. A stride of half the
+                 shortest length, by default, scores as many as possible.
 
 Scored is the validation text of --dataset, or of the dataset that a checkpoint was trained on, or
 --text=FILE, a text or rows of JSON: at most --max_tokens in sequences of the longest length, evenly
@@ -69,7 +73,7 @@ from nanolong.evaluation import (
 )
 
 Task = Literal["loss", "needle", "ruler"]
-Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
+Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned", "repeats"]
 RulerTask = Literal["niah", "multikey", "vt", "fwe", "nth", "last"]
 
 
@@ -88,7 +92,7 @@ class EvaluateConfig:
     # how to score, see above; by default of a single length without token-aligned
     protocol: tuple[Protocol, ...] = ("chunked", "last-quarter", "token-aligned")
     # sliding, token-aligned: scored tokens at the end of a sequence, at most the sequence itself
-    # (of token-aligned half the shortest length); 0: 256
+    # (of token-aligned and repeats half the shortest length); 0: 256, of repeats that half
     stride: int = 0
     max_tokens: int = 65536  # tokens of the validation text that are scored, spread over its files
     dataset: str = ""  # default: the one that each checkpoint was trained on
@@ -100,7 +104,7 @@ class EvaluateConfig:
     # prompts for each length and depth, or each length and task; 0: 64, of ruler 20
     trials: int = 0
     # [output]
-    plot: str = ""  # write a figure to this PNG file (needs matplotlib)
+    plot: str = ""  # write a figure to this PNG file, with SVG and PDF (needs matplotlib)
     report: str = ""  # write a page with everything measured to this HTML file
     curves: str = ""  # only plot the training curves of run folders to this PNG file
     # write the records to this file as they come, with the step folder, dtype, device, data and
@@ -150,6 +154,8 @@ def choose_measurements(cfg, given, models):
         cfg.protocol += ("position",)
     if "protocol" not in given and len(cfg.lengths) == 1:  # there is nothing to align
         cfg.protocol = tuple(word for word in cfg.protocol if word != "token-aligned")
+    is_compared = len(set(cfg.lengths)) > 1 or "repeats" not in cfg.protocol
+    require(is_compared, "--protocol=repeats compares contexts: give --lengths two or more")
     for name in sorted(given & OF_TASK.keys()):
         problem = f"--{name} is of --task={' or '.join(OF_TASK[name])}, which is not measured"
         require(set(OF_TASK[name]) & set(cfg.task), f"{problem}: leave it out, or name the task")
@@ -311,8 +317,7 @@ def plot_records(file, records, original_lengths, below, in_bits):
     else:
         note(f"{file} is not written: nothing that was measured can be plotted")
     if figure is not None:
-        figure.savefig(file)
-        print(f"wrote {file}")
+        figures.save(figure, file)
 
 
 def plot_training(file, paths):

@@ -93,7 +93,8 @@ VARIANTS = {
     "separate": "q, k, v and gate, up as products of their own",
     "rope_kernel": "RoPE by our kernel under torch.compile, too",
     "small_chunks": "the loss in chunks of 512 MiB of logits, and 16-bit products that are added",
-    "before": "the three above: the product at 7ad6d1d",
+    "before": "the three above and plain_loss: the product at 7ad6d1d",
+    "plain_loss": "the loss in plain PyTorch, not compiled, too",
     "sdpa": "attention by PyTorch's SDPA",
     "deterministic": "deterministic algorithms, as train.py asks for",
     "free": "train.py without deterministic algorithms",
@@ -115,7 +116,7 @@ def patched(variant, device):
     """Make the changes of a variant while it is open."""
     parts = parts_of(variant)
     if "before" in parts:
-        parts += ["separate", "rope_kernel", "small_chunks"]
+        parts += ["separate", "rope_kernel", "small_chunks", "plain_loss"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic("deterministic" in parts))
         if "separate" in parts:
@@ -125,6 +126,9 @@ def patched(variant, device):
         if "small_chunks" in parts:
             changes = {"token_chunks": chunks_of_512_mib, "add_product": operators.add_rounded}
             stack.enter_context(mock.patch.multiple(eager, **changes))
+        if "plain_loss" in parts:
+            loss = eager.linear_cross_entropy
+            stack.enter_context(mock.patch.object(kernels, "linear_cross_entropy", loss))
         if "sdpa" in parts:
             attention = operators.peer_attention
             stack.enter_context(mock.patch.object(kernels, "attention", attention))

@@ -7,8 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 from nanolong.errors import UserError, require
-from nanolong.evaluation import intervals
-from nanolong.evaluation.figures import import_pyplot
+from nanolong.evaluation import figures, intervals
 from nanolong.evaluation.tables import Table
 
 ABOUT = (
@@ -52,30 +51,40 @@ def count_tokens(length, b):
 class Board:
     """The values of arms by measure, length and seed.
 
-    saved: content of NAME.json; derive: function that returns rows computed from a Board.
+    saved: content of NAME.json; derive: function that returns rows computed from a Board; units:
+    measure -> its unit, of measures that are not evaluate.py's.
     """
 
-    def __init__(self, saved, derive=None):
+    def __init__(self, saved, derive=None, units=()):
         self.command = saved["command"]
         self.note = saved["note"]
         self.b = SimpleNamespace(**saved["budget"])
         self.arms = list(saved["arms"])
         self.failed = saved["failed"]
         self.commands = {"all": [saved.get("flags", "")], **saved["arms"]}
+        self.folders = saved.get("folders", {})
+        self.unequal = saved.get("unequal", [])  # sentences: how the training of arms differs
+        self.original_lengths = saved.get("original_lengths", [])
+        if hasattr(self.b, "L"):  # some arms train at multiples of it
+            self.original_lengths = [self.b.L]
+        self.units = dict(units)
         self.seeds = {row[1] for row in saved["rows"]}
         self.values = {}  # (arm, measure, length) -> {seed: number}
         self.texts = {}  # (arm, measure, length) -> such as "refused", in place of a number
+        self.tokens = {}  # arm -> (measure, length) -> hash of the token ids that were scored
         self.add(saved["rows"])
         if derive:
             self.add(list(derive(self)))
 
     def add(self, rows):
-        for arm, seed, measure, length, value in rows:
+        for arm, seed, measure, length, value, *ids in rows:
             cell = (arm, measure, length)
             if isinstance(value, str):
                 self.texts[cell] = value
             elif value is not None and math.isfinite(value):
                 self.values.setdefault(cell, {})[seed] = value
+                if ids:
+                    self.tokens.setdefault(arm, {})[measure, length] = ids[0]
             else:
                 self.texts[cell] = "not finite"
 
@@ -93,6 +102,37 @@ class Board:
             if values:
                 points.append((count_tokens(length, self.b), *interval(list(values.values()))))
         return points
+
+    def scored_alike(self, arms, measure):
+        """Return whether arms were scored on the same token ids, at all lengths that they share.
+
+        The values of derive() and measure() follow from all that evaluate.py measured.
+        """
+        if measure == "seconds":  # of no tokens
+            return True
+        found = {}
+        for arm in arms:
+            own = self.tokens.get(arm, {})
+            scored = [place for place in own if place[0] == measure] or own
+            if any(found.setdefault(place, own[place]) != own[place] for place in scored):
+                return False
+        return True
+
+    def other_tokens(self, measure):
+        """Return a sentence if not all arms were scored on the same token ids, in a list."""
+        groups = []
+        for arm in self.arms:
+            if measure not in {name for name, _ in self.tokens.get(arm, ())}:
+                continue
+            alike = (group for group in groups if self.scored_alike([*group, arm], measure))
+            group = next(alike, [])
+            if not group:
+                groups.append(group)
+            group.append(arm)
+        if len(groups) < 2:
+            return []
+        sides = "; ".join(", ".join(group) for group in groups)
+        return [f"unequal token ids: {measure} compares arms within a group only: {sides}"]
 
     def cell(self, arm, measure, length):
         """Return a cell of a table: mean and interval, or why there is none."""
@@ -113,7 +153,7 @@ class Board:
 # Claims
 
 NUMBER = re.compile(r"(ln )?(-?\d*\.?\d+)")
-VALUE = re.compile(r"([^\s@]+)(?:@(\S+))?")
+VALUE = re.compile(r"([^@]+)(?:@([^\s@]+))?")
 
 
 def parse_claim(line):
@@ -142,8 +182,15 @@ def parse_claim(line):
     return SimpleNamespace(measure=measure, terms=terms, sign=sides[1], bound=bound)
 
 
+def check_name(arm):
+    """Raise UserError for a name of an arm that claims and --arms could not read."""
+    is_plain = not re.search("[,@]| [<>+-] ", arm) and not NUMBER.fullmatch(arm)
+    problem = f"arm {arm!r} is a number, or has a comma, an @, or a <, >, + or - between spaces"
+    require(is_plain, f"{problem}, which claims or --arms would misread: rename it")
+
+
 def judge(line, board):
-    """Judge a claim on sums of the same seeds; None if one of its values is not to be measured."""
+    """Judge a claim on sums of the same seeds. Returns a line; None if a value is not measured."""
     claim = parse_claim(line)
     found = [(factor, board.of(arm, claim.measure, n)) for factor, arm, n in claim.terms]
     # only seeds that all of them have are compared
@@ -151,6 +198,8 @@ def judge(line, board):
     if not seeds:
         failed = [arm for _, arm, _ in claim.terms if arm in board.failed]
         return f"- {line}: not judged, for {failed[0]} failed" if failed else None
+    if not board.scored_alike([arm for _, arm, _ in claim.terms], claim.measure):
+        return f"- {line}: not judged, for the arms were scored on other token ids"
     sums = [sum(factor * values[seed] for factor, values in found) for seed in seeds]
     verdict = find_verdict(sums, claim.sign, claim.bound)
     measured = format_interval(sums, "+")
@@ -174,10 +223,12 @@ def find_verdict(differences, sign, bound):
     return "FAIL (contradicted)" if is_beyond_zero else "FAIL (too small)"
 
 
-def claim_lines(claims, board):
-    """Return the lines of the claims that were measured, below their headings."""
+def claim_lines(experiment, board):
+    """Return the lines of the claims that were measured, below their headings; none if the numbers
+    mean nothing.
+    """
     lines, heading = [], []
-    for claim in claims:
+    for claim in experiment.claims if board.b.budget != "try" else ():
         if claim.startswith("#"):
             heading = ["", f"##{claim}", ""]
             continue
@@ -186,6 +237,15 @@ def claim_lines(claims, board):
             lines += [*heading, judged]
             heading = []
     return lines
+
+
+def count_verdicts(lines):
+    """Return how many of the lines of claims pass, fail and are not judged, in words."""
+    claims = [line for line in lines if line.startswith("- ")]
+    n_passed = sum(": pass" in line for line in claims)
+    n_failed = sum(": FAIL" in line for line in claims)
+    n_others = len(claims) - n_passed - n_failed
+    return f"Of {len(claims)} claims {n_passed} pass, {n_failed} fail, {n_others} are not judged."
 
 
 # -----------------------------------------------------------------------------
@@ -246,15 +306,25 @@ def format_report(experiment, board):
     names = rank(board, *tables[0][1:]) if tables else []
     for heading, measures, lengths in tables:
         lines += ["", f"## {heading}", "", *format_table(board, names, measures, lengths)]
+        for measure in measures:
+            for sentence in board.other_tokens(measure):
+                lines += ["", sentence]
     if experiment.plot or any(len(lengths) > 1 for _, _, lengths in tables):
         lines += ["", f"![the same as curves]({experiment.name}.png)"]
     if experiment.notes:
         lines += ["", *experiment.notes(board)]
-    claims = [] if is_try else claim_lines(experiment.claims, board)
+    if board.unequal:
+        lines += ["", "## Unequal in training", "", *(f"- {line}" for line in board.unequal)]
+    claims = claim_lines(experiment, board)
     if claims:
         blank = [""] * bool(claims[0])  # before a heading there is one already
-        lines += ["", "## Claims", "", RULE, *blank, *claims]
-    commands = [f"- {name}: `{'; '.join(c)}`" for name, c in board.commands.items() if any(c)]
+        lines += ["", "## Claims", "", RULE, *blank, *claims, "", count_verdicts(claims)]
+    commands = []
+    for name, words in board.commands.items():
+        if any(words):
+            commands.append(f"- {name}: `{'; '.join(words)}`")
+        if name in board.folders:
+            commands[-1] += f" in {', '.join(board.folders[name])}"
     if commands:
         lines += ["", "## Flags and commands", "", *commands]
     return lines
@@ -272,7 +342,7 @@ def plot_tables(tables, board, file):
     """
     tables = [(heading, as_list(m), n) for heading, m, n in tables or board.default_tables()]
     tables = [table for table in tables if len(table[2]) > 1]
-    pyplot = import_pyplot(file) if tables else None
+    pyplot = figures.import_pyplot(file) if tables else None
     if pyplot is None:
         return
     names = rank(board, *tables[0][1:])
@@ -291,10 +361,13 @@ def plot_tables(tables, board, file):
     panels = [(table, names[i * size :][:size]) for table in tables for i in range(n_groups)]
     for axis, (table, group) in zip(axes.flat, panels, strict=True):
         plot_table(axis, table, board, names, group)
-    figure.supxlabel(textwrap.fill(board.note, 90 * n_columns), fontsize=7, color="gray")
-    figure.savefig(file, dpi=110)
+    # the report has the sentences whole
+    unequal = board.unequal + sum((board.other_tokens(m[0]) for _, m, _ in tables), [])
+    notes = [board.note, *(textwrap.shorten(line, 180) for line in dict.fromkeys(unequal))]
+    lines = [textwrap.fill(line, 90 * n_columns) for line in notes]
+    figure.supxlabel("\n".join(lines), fontsize=7, color="gray")
+    figures.save(figure, file)
     pyplot.close(figure)
-    print(f"wrote {file}")
 
 
 def plot_table(axis, table, board, names, group):
@@ -303,18 +376,19 @@ def plot_table(axis, table, board, names, group):
     if len(group) < len(names):
         first = names.index(group[0]) + 1
         heading += f": {first} to {first + len(group) - 1} of {len(names)}"
-    axis.set(title=heading, xscale="log", xlabel="tokens", ylabel=measures[0])
+    axis.set(title=heading, xscale="log", xlabel="context length, tokens")
+    axis.set_ylabel(label_of(measures[0], board.units))
     for name in sorted(names, key=lambda name: name not in group):
         points = board.points(name, measures[0], lengths)
         x, mean, half_width = map(list, zip(*points, strict=True)) if points else ([], [], [])
         if name in group:
-            i = group.index(name)
-            style = {"color": f"C{i}", "marker": "osD^vP*X"[i], "markersize": 4, "label": name}
-            axis.errorbar(x, mean, half_width, capsize=2, **style)
+            style = figures.curve_style(group.index(name))
+            axis.errorbar(x, mean, half_width, capsize=2, elinewidth=1, label=name, **style)
         else:
             axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # the group's limits
             axis.plot(x, mean, color="lightgray", linewidth=1, zorder=0)
     ticks = sorted({count_tokens(length, board.b) for length in lengths})
+    figures.mark_lengths(axis, [n for n in board.original_lengths if ticks[0] <= n <= ticks[-1]])
     # of lengths next to each other the labels would overlap
     apart = (ticks[-1] / ticks[0]) ** 0.1
     is_free = [True, *(b > apart * a for a, b in pairwise(ticks))]
@@ -323,3 +397,21 @@ def plot_table(axis, table, board, names, group):
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
+
+
+# Words in the names of what evaluate.py measures -> unit.
+UNITS = dict.fromkeys(("chunked", "last-quarter", "sliding", "token-aligned"), "nats per token")
+UNITS |= {"position": "nats per token", "nats": "nats per answer", "gain": "nats per answer"}
+UNITS |= dict.fromkeys(("needle", "accuracy"), "fraction of prompts")
+
+
+def label_of(measure, units):
+    """Return the label of an axis: what is measured, and its unit if it is known.
+
+    units: measure -> unit, of measures that are not evaluate.py's.
+    """
+    found = [units.get(measure), *(UNITS.get(word) for word in measure.split())]
+    unit = next(filter(None, found), "")
+    if unit == "nats per token" and "loss" not in measure:
+        measure = f"loss ({measure})"
+    return f"{measure}, {unit}" if unit else measure

@@ -22,7 +22,7 @@ BUDGETS = {
 }
 EXTENSIONS = ("none", "window", "lm-infinite", "self-extend", "yarn", "yarn-tuned")  # of RoPE
 ARMS = {name: [] for name in [f"rope/{name}" for name in EXTENSIONS] + ["nope/none", "alibi/none"]}
-MEASURES = ("accuracy",)
+MEASURES = {"accuracy": "fraction of digits"}
 TABLES = [("Fraction of right digits", "accuracy", ["L", "2L", "3L", "4L"])]
 CLAIMS = "\n".join(f"accuracy: {arm}@4L > {arm}@L" for arm in ARMS)
 CLAIMS += """

@@ -20,7 +20,7 @@ import torch
 
 from model import POSITIONS, GPTConfig
 from nanolong.errors import run_main
-from nanolong.evaluation.figures import import_pyplot
+from nanolong.evaluation.figures import import_pyplot, save
 from rope_scaling import METHODS
 
 LENGTH = 256  # tokens
@@ -45,21 +45,23 @@ def plot_positions(axes):
     scheme = POSITIONS["sinusoidal"](CONFIG)
     added = scheme.embed(torch.zeros(1, LENGTH, CONFIG.n_embd), position)[0] / scheme.scale
     title = f"sinusoidal: added to embeddings, / {scheme.scale:.3f}"
-    draw_heatmap(axes[0], added, title, "channel", "position")
+    draw_heatmap(axes[0], added, title, "channel", "position, tokens")
 
     inv_freq = POSITIONS["rope"](CONFIG).inv_freq
     cosines = (position[:, None] * inv_freq).cos()
-    draw_heatmap(axes[1], cosines, "rope: cosine of the angle", "pair, fastest first", "position")
+    title = "rope: cosine of the angle"
+    draw_heatmap(axes[1], cosines, title, "pair, fastest first", "position, tokens")
     n_whole = (2 * math.pi / inv_freq <= LENGTH).sum()
     axes[1].axvline(n_whole - 0.5, color="black", linestyle="--")
 
     keys, _, _ = POSITIONS["nezha"](CONFIG).vectors(1000, 0)  # (1, m, D): the last for all farther
-    draw_heatmap(axes[2], keys[0], "nezha: added to keys and values", "channel", "distance")
+    draw_heatmap(axes[2], keys[0], "nezha: added to keys and values", "channel", "distance, tokens")
 
     # what depends on the distance alone: buckets, and biases by head
     bucket = POSITIONS["t5"](CONFIG).bucket
     axes[3].step(position[1:], bucket[position[1:].clamp(max=len(bucket) - 1)], where="post")
-    axes[3].set(title="t5: bucket of a distance", xscale="log", xlabel="distance", ylabel="bucket")
+    axes[3].set(title="t5: bucket of a distance", xscale="log", ylabel="bucket")
+    axes[3].set_xlabel("distance, tokens")
 
     for axis, pos in zip(axes[4:], ("alibi", "sandwich", "kerple", "kerple-power"), strict=True):
         bias = POSITIONS[pos](CONFIG).bias(LENGTH, 0)
@@ -68,7 +70,8 @@ def plot_positions(axes):
         bias = bias[:, position.clamp(max=bias.shape[1] - 1)]
         axis.plot(bias.T, label=[f"head {head}" for head in range(CONFIG.n_head)])
         lowest = max(-40, bias.min().item())  # with a lower score a key gets no attention
-        axis.set(title=pos, xlabel="distance", ylabel="bias", ylim=(1.03 * lowest, 0))
+        axis.set(title=pos, ylim=(1.03 * lowest, 0))
+        axis.set(xlabel="distance, tokens", ylabel="bias of the score, nats")
     axes[4].legend(fontsize=7)
 
 
@@ -78,7 +81,8 @@ def plot_yarn(axis):
         axis.plot(range(1, len(inv_freq) + 1), 2 * math.pi / inv_freq, "o-", label=label)
     for length, style in ((LENGTH, "--"), (4 * LENGTH, ":")):
         axis.axhline(length, color="gray", linestyle=style, label=f"{length:,} tokens")
-    axis.set(yscale="log", xlabel="pair, fastest first", ylabel="wavelength", title="YaRN, 4 times")
+    axis.set(title="YaRN, 4 times", yscale="log")
+    axis.set(xlabel="pair, fastest first", ylabel="wavelength, tokens")
     axis.legend()
 
 
@@ -91,11 +95,10 @@ def main(argv=None):
     torch.manual_seed(0)  # of KERPLE's initial parameters
     figure, axes = pyplot.subplots(2, 4, figsize=(17, 7.6), layout="constrained")
     plot_positions(axes.flat)
-    figure.savefig(folder / "positions.png")
+    save(figure, folder / "positions.png")
     figure, axis = pyplot.subplots(layout="constrained")
     plot_yarn(axis)
-    figure.savefig(folder / "yarn.png")
-    print(f"wrote {folder}/positions.png and yarn.png")
+    save(figure, folder / "yarn.png")
     return 0
 
 

@@ -128,11 +128,6 @@ bench() {  # bench NAME SECONDS ARGUMENTS...: a step of bench.py
     ${is_try:+--toy --device=cpu --rounds=1 --steps=2}
 }
 
-not_built() {  # what an issue that builds it makes a step
-  mkdir -p "$out/steps/$1"
-  say "$1" "not built"
-}
-
 theirs=${nanogpt:+--nanogpt=$nanogpt}
 gpt2="--shapes=GPT-2"
 interpret=${is_try:+TRITON_INTERPRET=1}
@@ -164,13 +159,13 @@ bench 09-compiler 150 train $gpt2 --compiled=true --steps=30 $theirs \
   --variants=combo,graphs,sdpa+combo+graphs
 bench 10-loss 30 loss
 bench 11-programs 150 programs $gpt2 --compiled=true --steps=60 --rounds=1 --variants=free $theirs
-bench 12-eager 40 train $gpt2 --compiled=false --steps=16 --variants=before,sdpa $theirs
-not_built 13-eager-loss-kernel
-bench 14-schemes 200 schemes "--shapes=$schemes" $short --steps=10
-bench 15-length-16384 100 length $longer --rounds=3
+bench 12-eager 60 train $gpt2 --compiled=false --steps=16 \
+  --variants=before,plain_loss,sdpa $theirs
+bench 13-schemes 200 schemes "--shapes=$schemes" $short --steps=10
+bench 14-length-16384 100 length $longer --rounds=3
 # The same in a worktree of commit 0c6d06f times the decoding kernel and the manually captured graph
 # that were there before: git worktree add ../before 0c6d06f
-bench 16-sample 60 sample ${sampled:+"$sampled"} $keys --rounds=3
+bench 15-sample 60 sample ${sampled:+"$sampled"} $keys --rounds=3
 gather
 echo "wrote $out/minutes.md and minutes.json"
 [ "$failed" = 0 ] || exit 1

@@ -33,6 +33,9 @@ def ARMS(b):
         "rope-p-0.25": "--pos=rope --p_rope=0.25",
         "rope-p-0.5": "--pos=rope --p_rope=0.5",
         "rope-logn": "--pos=rope --score_scale=logn",
+        "rope-gate-head": "--pos=rope --output_gate=head",
+        "rope-gate-channel": "--pos=rope --output_gate=channel",
+        "nope-gate-head": "--pos=nope --output_gate=head",
         "rope-ssmax": "--entry=examples/schemes/ssmax.py",
         "selective-rope": "--entry=examples/schemes/selective_rope.py",
         "selective-rope-nope": "--entry=examples/schemes/selective_rope.py --layer_pattern=FN",
@@ -121,4 +124,8 @@ chunked: fox@L < fox-open@L
 chunked: selective-rope@L < rope@L
 chunked: repo@L < rope@L + 0.02
 last-quarter: repo@4L < rope@4L
+# Gates on the output of attention (Qiu et al. 2025, 2505.06708)
+chunked: rope-gate-head@L < rope@L
+chunked: rope-gate-channel@L < rope@L
+chunked: nope-gate-head@L < nope@L
 """

@@ -12,22 +12,13 @@ model that knows only how often each token occurs. Losses are in nats per token 
 import numpy as np
 
 import data
+from experiments.leaderboard import FLAGS  # noqa: F401
 
 TITLE = "RoPE in linear attention"
 BUDGETS = {
-    "cpu": "L=64 layers=4 heads=4 width=96 batch=64 steps=700 warmup=50 scored=65536",
-    "try": "L=16 layers=2 heads=2 width=32 batch=8 steps=20 warmup=2 scored=4096",
+    "cpu": "L=64 layers=4 heads=4 width=96 batch=64 steps=700 warmup=50 rate=3e-3 scored=65536",
+    "try": "L=16 layers=2 heads=2 width=32 batch=8 steps=20 warmup=2 rate=3e-3 scored=4096",
 }
-
-
-def FLAGS(b):
-    return (
-        f"--n_layer={b.layers} --n_head={b.heads} --n_embd={b.width} --block_size={b.L} "
-        f"--batch_size={b.batch} --max_iters={b.steps} --warmup_iters={b.warmup} "
-        "--learning_rate=3e-3 --eval_iters=8"
-    )
-
-
 ARMS = {
     "softmax-nope": "train --pos=nope",
     "softmax-rope": "train --pos=rope",

@@ -20,20 +20,25 @@ TITLE = "Passkeys by length and depth"
 BUDGETS = {
     "cpu": "L=96 layers=4 heads=4 width=96 batch=42 steps=500 warmup=50 rate=3e-3 trials=64",
     "gpu": "L=512 layers=8 heads=8 width=512 batch=64 steps=1500 warmup=50 rate=3e-3 trials=64",
-    "try": "L=48 layers=2 heads=2 width=32 batch=5 steps=6 warmup=1 rate=3e-3 trials=4",
+    "try": "L=64 layers=2 heads=2 width=32 batch=5 steps=6 warmup=1 rate=3e-3 trials=4",
 }
 NAMES = ("none", "pi", "ntk", "ntk-frozen", "ntk-lceg", "ntk-parts", "yarn", "dynamic-yarn")
-NAMES += ("drope", "window", "lm-infinite", "self-extend")
+NAMES += ("mrrope-pro", "mrrope-uni", "dynamic-ntk", "drope")
+NAMES += ("window", "lm-infinite", "self-extend", "jet-long")
 
 
 def make_data(b):
     """Write as many passkey documents as a run has sequences."""
-    prepare_tasks(Path(b.data) / "passkeys", ["niah:1"], length=b.L, documents=b.steps * b.batch)
+    write_documents(b, "niah")
+
+
+def write_documents(b, *kinds):
+    prepare_tasks(Path(b.data) / "documents", kinds, length=b.L, documents=b.steps * b.batch)
 
 
 def ARMS(b):
     arms = {}
-    dataset = f"--dataset={b.data}/passkeys"
+    dataset = f"--dataset={b.data}/documents"
     for name in NAMES:
         steps = max(2, b.steps // 5) if name == "drope" else 0
         arms[name] = [f"train --pos=rope {dataset}", extend(b, name, steps)]
@@ -75,6 +80,13 @@ end - start: alibi@4L > 0
 needle: nope@2L > none@2L
 needle: nope@3L > none@3L
 needle: nope@4L > none@4L
+# MrRoPE (2601.22181) and Jet-Long (2607.07740), which claim more than these
+needle: mrrope-pro@4L > yarn@4L
+needle: mrrope-uni@4L > yarn@4L
+needle: mrrope-pro@4L > mrrope-uni@4L
+needle: jet-long@4L > yarn@4L
+needle: jet-long@4L > dynamic-ntk@4L
+needle: jet-long@4L > self-extend@4L
 # Positions that depend on the text
 needle: fox@L > 0.8
 needle: fox@4L > alibi@4L

@@ -36,7 +36,7 @@ def EVALUATE(b):
     return f"--lengths={b.L},{2 * b.L},{4 * b.L} --protocol=chunked --max_tokens={b.scored}"
 
 
-MEASURES = ("by length", *SIZES)
+MEASURES = dict.fromkeys(("by length", *SIZES), "nats per token")
 TABLES = [
     ("By training length, with the middle width", "by length", ["L", "2L", "4L"]),
     ("By width", SIZES, ["4L"]),

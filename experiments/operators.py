@@ -438,6 +438,9 @@ def time_loss(cfg, device):
         for name, add in (("float32", eager.add_product), ("a product and an add", add_rounded)):
             how = (call, device, chunks, add)
             clocks[name] = functools.partial(clock_loss, *how)
+        plain = with_backward(functools.partial(eager.linear_cross_entropy, x, weight, targets))
+        how = (plain, device, chunks, eager.add_product)
+        clocks["float32, without the kernel"] = functools.partial(clock_loss, *how)
         work = 6 * N * C * V / 1e12
         yield compare("the loss", f"{rows} of {N} tokens", clocks, cfg.rounds, work, unit)
         a, b = x[:rows].detach(), torch.randn(rows, V, device=device, dtype=x.dtype)

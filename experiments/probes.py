@@ -62,7 +62,8 @@ TABLES = [
     ("Loss after tokens in order, and shuffled", LOSSES, ["0"]),
     ("Attention at the training length", ["token before", "divergence"], ["L"]),
 ]
-MEASURES = (*LAYERS, *LOSSES, "distance", "token before", "slope error", "divergence")
+MEASURES = dict.fromkeys((*LAYERS, *LOSSES, "token before", "slope error", "divergence"))
+MEASURES["distance"] = "tokens"
 CLAIMS = """
 # Position probe (Haviv et al. 2022)
 layer 0: nope > 0.7

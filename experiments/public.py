@@ -111,7 +111,7 @@ def derive(board):
             start, end = end, 2 * end
 
 
-MEASURES = ("loss",)
+MEASURES = {"loss": "nats per token"}
 TABLES = [
     (
         "Loss by position: from half a column's number (the first: from 0) to that number",

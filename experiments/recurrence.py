@@ -30,7 +30,7 @@ BUDGETS = {
 }
 SCHEMES = ("xl", "alibi", "rope")
 ARMS = {f"{pos}/{kind}": [] for pos in SCHEMES for kind in ("none", "memory")}
-MEASURES = ("loss", "early - late")
+MEASURES = dict.fromkeys(("loss", "early - late"), "nats per token")
 TABLES = [
     ("Loss", "loss", ["L", "2L", "3L", "5L"]),
     ("Loss early in a segment, less that late", "early - late", ["L", "2L"]),

@@ -8,7 +8,8 @@ yarn-pose: at L) on as many tokens a step. It is compared with a model, native, 
 
 0 is as bad as the model without a method, 1 as good as the native one. Arms are called METHOD+STEPS
 of fine-tuning; each number of steps is a run of its own, with extend.py's schedule for it.
-learned-pi has interpolated embeddings.
+learned-pi has interpolated embeddings, gate-yarn is trained with an output gate for each head, and
+mrrope-pro and mrrope-uni are YaRN with MrRoPE's ramps. Names that end in -16 are extended 16 times.
 
 Trap: a low loss does not say that distant text is read. A window closes the whole gap here, and
 needles.py shows that it finds nothing beyond it.
@@ -34,9 +35,19 @@ VARIANTS = {
     "yarn-pose": "yarn --pose=true",
     "window": "lm-infinite --options=sinks=0",  # what is left is a sliding window of L tokens
 }
+# MrRoPE (2601.22181) changes YaRN's ramp, and claims most at large factors
+MRROPE = {
+    "mrrope-pro": "yarn --options=ramp=progressive",
+    "mrrope-uni": "yarn --options=ramp=geometric",
+}
+TIMES_16 = {f"{name}-16": f"{MRROPE.get(name, name)} --factor=16" for name in ("yarn", *MRROPE)}
+VARIANTS |= MRROPE | TIMES_16
 # longrope needs a table of factors (search.py)
 NAMES = [*(name for name in METHODS if name != "longrope"), *VARIANTS]
-ZERO_SHOT = ("ntk-frozen", "window", *ATTENTION)  # not fine-tuned
+ZERO_SHOT = ("ntk-frozen", "window", *ATTENTION, *MRROPE, *TIMES_16)  # not fine-tuned
+
+
+GATE = "--pos=rope --output_gate=head"
 
 
 def ARMS(b):
@@ -47,20 +58,21 @@ def ARMS(b):
         tuning = [0] if name in ZERO_SHOT else b.tuning
         for steps in tuning:
             arms[f"{name}+{steps}"] = ["train --pos=rope", extend(b, name, steps)]
-    arms["learned"] = "train --pos=learned"
-    for steps in b.tuning:
-        arms[f"learned-pi+{steps}"] = ["train --pos=learned", extend(b, "pi", steps)]
+    for name, flags, method in (("learned", "--pos=learned", "pi"), ("gate", GATE, "yarn")):
+        arms[name] = f"train {flags}"
+        for steps in b.tuning:
+            arms[f"{name}-{method}+{steps}"] = [f"train {flags}", extend(b, method, steps)]
     return arms
 
 
 def extend(b, name, steps):
     """Return the command that extends by a method, and reports on little text by itself."""
     method = VARIANTS.get(name, name)
-    return f"extend --method={method} --factor=4 --max_iters={steps} --max_tokens={4 * b.L}"
+    return f"extend --factor=4 --method={method} --max_iters={steps} --max_tokens={4 * b.L}"
 
 
 def EVALUATE(b):
-    lengths = ",".join(str(times * b.L) for times in (1, 2, 4, 8))
+    lengths = ",".join(str(times * b.L) for times in (1, 2, 4, 8, 16))
     return f"--lengths={lengths} --protocol=last-quarter --max_tokens={b.scored}"
 
 
@@ -94,7 +106,7 @@ def plot(board, file):
     plot_tables([("Without fine-tuning", *TABLES[0][1:])], board, file)
 
 
-TABLES = [("Loss by context length", "last-quarter", ["L", "2L", "4L", "8L"])]
+TABLES = [("Loss by context length", "last-quarter", ["L", "2L", "4L", "8L", "16L"])]
 CLAIMS = """
 # Zero-shot at the target
 last-quarter: yarn+0@4L < ntk+0@4L
@@ -127,6 +139,24 @@ last-quarter: yarn+80@4L < self-extend+0@4L
 last-quarter: yarn+0@4L < self-extend+0@4L
 last-quarter: ntk-lceg+80@8L < ntk+80@8L
 last-quarter: ntk-lceg+80@8L < yarn+80@8L
+# Jet-Long (2607.07740): plain RoPE within the original length, and better than others beyond it
+last-quarter: jet-long+0@L < none+0@L + 0.000000001
+last-quarter: jet-long+0@4L < yarn+0@4L
+last-quarter: jet-long+0@4L < dynamic-ntk+0@4L
+last-quarter: jet-long+0@4L < self-extend+0@4L
+last-quarter: jet-long+0@8L < dynamic-ntk+0@8L
+# MrRoPE (2601.22181)
+last-quarter: mrrope-pro+0@4L < yarn+0@4L
+last-quarter: mrrope-pro+0@4L < mrrope-uni+0@4L
+last-quarter: mrrope-uni+0@4L < yarn+0@4L
+last-quarter: mrrope-pro-16+0@16L < yarn-16+0@16L
+last-quarter: mrrope-pro-16+0@16L < mrrope-uni-16+0@16L
+last-quarter: mrrope-uni-16+0@16L < yarn-16+0@16L
+# An output gate helps extension by YaRN (Qiu et al. 2025, 2505.06708)
+last-quarter: gate-yarn+0@4L < yarn+0@4L
+last-quarter: gate-yarn+0@4L - gate@L < yarn+0@4L - rope@L
+last-quarter: gate-yarn+80@4L < yarn+80@4L
+last-quarter: gate-yarn+80@4L - gate@L < yarn+80@4L - rope@L
 # Learned embeddings, interpolated
 last-quarter: learned-pi+0@4L < learned@L + ln 1.1
 last-quarter: learned-pi+80@4L < learned@L + ln 1.1

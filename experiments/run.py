@@ -20,15 +20,16 @@ Names in capitals may be functions of the budget b, whose numbers are attributes
                     "last-quarter: a@8L - a@L < b@8L - b@L": a gets worse by less than b
     measure(arm)    what evaluate.py does not measure: measure or (measure, length) -> number
     derive(board)   rows (arm, seed, measure, length, number) that follow from others
-    MEASURES        the names of what measure() and derive() return
+    MEASURES        name -> unit of what measure() and derive() return, or the names alone
     make_data(b)    writes datasets below b.data from b.dataset: for arms, --dataset={b.data}/NAME
     notes(board)    more lines of the report
     plot(board, file)   a figure in place of one panel for each table
 
 Each command is run in this process, and kept in out/experiments under a hash of all commands up to
 it, their data, the code and torch's version. So arms that begin alike share runs, what was stopped
-goes on, and what was edited since is run again. NAME.md, .json and .png go to --out_dir. An arm
-that fails says why in its row, and the others go on; the exit status is then 1.
+goes on, and what was edited since is run again. NAME.md, .json and .png (also .svg and .pdf) go to
+--out_dir. An arm that fails says why in its row, and the others go on; the exit status is then 1.
+The report says how the training of arms differs; no claim is judged between other token ids.
 """
 
 import sys
@@ -40,7 +41,6 @@ from nanolong import settings  # isort: skip (first: it refuses an old Python)
 import ast
 import contextlib
 import difflib
-import errno
 import functools
 import hashlib
 import importlib
@@ -63,6 +63,8 @@ from data.tasks import KINDS
 from experiments.board import (
     Board,
     as_list,
+    check_name,
+    claim_lines,
     count_tokens,
     format_report,
     parse_claim,
@@ -72,8 +74,8 @@ from model import GPT, POSITIONS
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError, note, require, run_main
-from nanolong.evaluation import provenance
-from nanolong.run import is_evaluated, lock
+from nanolong.evaluation import comparison, provenance
+from nanolong.run import is_evaluated, list_steps, lock, read_meta
 from nanolong.strict_json import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,9 +92,6 @@ MEASURING_CODE = ("experiments/tasks.py",)  # which others train with
 DEFAULTS = {"TITLE": "", "ABOUT": "", "FLAGS": "", "ARMS": {}, "EVALUATE": {}, "TABLES": None}
 DEFAULTS |= {"CLAIMS": "", "MEASURES": (), "BUDGETS": {"default": ""}}
 DEFAULTS |= dict.fromkeys(("measure", "derive", "make_data", "notes", "plot"))
-
-# A full or read-only disk ends the experiment; any other error belongs to an arm.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass
@@ -146,6 +145,8 @@ def load_experiment(name, cfg):
         setattr(experiment, name.lower(), value(b) if is_of_budget else value)
     experiment.about = experiment.about or (module.__doc__ or "").strip()
     experiment.arms = {name: as_list(commands) for name, commands in experiment.arms.items()}
+    for arm in experiment.arms:
+        check_name(arm)
     if isinstance(experiment.claims, str):
         experiment.claims = experiment.claims.splitlines()
     experiment.claims = list(filter(None, experiment.claims))
@@ -346,6 +347,7 @@ class Runs:
         self.dataset = cfg.dataset
         self.device = pick_device(cfg.device)
         self.folders = {}  # seed -> arm -> run folder
+        self.metas = {}  # arm -> meta of a run of it, the first
         self.commits = []  # of what is used, measured now or before
         CACHE.mkdir(parents=True, exist_ok=True)
 
@@ -406,6 +408,7 @@ class Runs:
         if commands:
             self.make(arm, commands)
             folders[name] = arm.folder
+            self.metas.setdefault(name, read_meta(list_steps(arm.folder)[-1]))
         code = hash_code(TRAINING_CODE + EVALUATION_CODE, arm.pos)
         for label, flags in experiment.evaluate.items():
             words = split(flags, f"--device={self.device}", shlex.join(arm.entries))
@@ -447,7 +450,10 @@ def run(folder, script, parent, words):
 
 
 def evaluate(folder, run_folder, words):
-    """Evaluate a run folder; what is stopped goes on, since evaluate.py does by its JSON."""
+    """Evaluate a run folder; what is stopped goes on, since evaluate.py does by its JSON.
+
+    Returns rows [measure, length, value, hash of the scored token ids].
+    """
     records = folder / "records.json"
     try:
         call("evaluate", [str(run_folder), *words, f"--json={records}"])
@@ -455,24 +461,25 @@ def evaluate(folder, run_folder, words):
         if not str(error).startswith("nothing could be measured"):  # then all rows say why
             raise
     rows = []
-    needles = {}  # length -> the fractions of needles found at each depth, with and without them
+    needles = {}  # length -> of each depth the fraction found, without needles, and the hash
     for record in json.loads(records.read_text(encoding="utf-8")):
         length = record["length"]
+        ids = record.get("ids", record.get("data_hash"))  # the parts of `position` have no ids
         if record["task"] == "loss":
             name = " ".join(map(str, [record["protocol"], *record.get("position", ())[:1]]))
-            rows.append([name, length, record.get("loss", "refused")])
+            rows.append([name, length, record.get("loss", "refused"), ids])
         elif record["task"] == "needle":
             found = record["accuracy"]["mean"] if "accuracy" in record else "refused"
-            rows.append([f"needle {record['depth']:g}", length, found])
+            rows.append([f"needle {record['depth']:g}", length, found, ids])
             if "accuracy" in record:
-                needles.setdefault(length, []).append((found, record["control"]["mean"]))
+                needles.setdefault(length, []).append((found, record["control"]["mean"], ids))
         elif "refused" not in record:
             for name in ("accuracy", "nats", "gain"):
-                rows.append([f"{record['kind']} {name}", length, record[name]["mean"]])
+                rows.append([f"{record['kind']} {name}", length, record[name]["mean"], ids])
     for length, found in needles.items():
-        with_needles, control = zip(*found, strict=True)
-        rows.append(["needle", length, statistics.fmean(with_needles)])
-        rows.append(["needle control", length, statistics.fmean(control)])
+        with_needles, control, (ids, *_) = zip(*found, strict=True)
+        rows.append(["needle", length, statistics.fmean(with_needles), ids])
+        rows.append(["needle control", length, statistics.fmean(control), ids])
     return rows
 
 
@@ -496,10 +503,10 @@ def run_arms(experiment, arms, cfg):
             try:
                 rows += runs.measure(name, commands, seed)
             except Exception as error:
-                if is_disk_error(error):
-                    raise
                 failed[name] = f"seed {seed}: {explain(error)}"
                 print(f"{name} failed, {failed[name]}", file=sys.stderr)
+    # the seeds of an arm have equal properties: one run stands for all
+    models = {name: SimpleNamespace(meta=meta) for name, meta in runs.metas.items()}
     return {
         "command": shlex.join(["python", "experiments/run.py", *sys.argv[1:]]),
         "note": f"{provenance.provenance(runs.device, runs.commits)}; "
@@ -507,9 +514,19 @@ def run_arms(experiment, arms, cfg):
         "budget": vars(experiment.b),
         "flags": experiment.flags,
         "arms": arms,
+        "folders": {
+            name: [str(f[name]) for f in runs.folders.values() if name in f] for name in models
+        },
+        "original_lengths": sorted({original_length(meta) for meta in runs.metas.values()}),
+        "unequal": comparison.describe_unequal(models, {name: [name] for name in models}),
         "failed": failed,
         "rows": rows,
     }
+
+
+def original_length(meta):
+    config = meta["config"]
+    return (config.get("extension") or {}).get("original_length", config["block_size"])
 
 
 def note_replaced(file, saved):
@@ -518,15 +535,6 @@ def note_replaced(file, saved):
         command = json.loads(file.read_text(encoding="utf-8"))["command"]
         if command != saved["command"]:
             note(f"{file} came from `{command}`, which writes it again from the runs it kept")
-
-
-def is_disk_error(error):
-    """Whether an error, or one that led to it, comes from the disk."""
-    while error is not None:
-        if getattr(error, "errno", None) in DISK_ERRORS:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def explain(error):
@@ -565,7 +573,12 @@ def main(argv=None):
             raise
         note_replaced(file, saved)
         write_json(file, saved)
-    board = Board(json.loads(file.read_text(encoding="utf-8")), experiment.derive)
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    units = experiment.measures if isinstance(experiment.measures, dict) else {}
+    board = Board(saved, experiment.derive, units)
+    if not cfg.redraw:
+        claims = claim_lines(experiment, board)
+        write_json(file, {**saved, "claims": [x for x in claims if x.startswith("- ")]})
     text = "\n".join(format_report(experiment, board)) + "\n"
     file.with_suffix(".md").write_text(text, encoding="utf-8")
     # a terminal shows no figure, and its last lines are the verdicts

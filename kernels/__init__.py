@@ -1,9 +1,9 @@
 """The operators that the model calls, and which implementation runs where.
 
-reference.py defines rope, attention and the loss. rope and attention are Triton kernels on CUDA
-(sm_80 and newer) and ROCm, and plain PyTorch (eager.py) elsewhere; the others, and attention of one
-query without gradient, are plain PyTorch everywhere. The scripts compare the kernels with plain
-PyTorch before they use them: check.py.
+reference.py defines rope, attention and the loss. They are Triton kernels on CUDA (sm_80 and newer)
+and ROCm, and plain PyTorch (eager.py) elsewhere. Rope and the loss in a compiled graph, attention
+of one query without gradient, and the other operators are plain PyTorch everywhere. The scripts
+compare the kernels with plain PyTorch before they use them: check.py.
 
 NANOLONG_REFERENCE=1 in the environment forces plain PyTorch. TRITON_INTERPRET=1 runs the kernels on
 CPU tensors too, slowly, to test them. Importing this package prints nothing and imports only torch;
@@ -26,7 +26,6 @@ from . import eager
 cos_sin = eager.cos_sin
 linear = eager.linear
 linear_each = eager.linear_each
-linear_cross_entropy = eager.linear_cross_entropy
 multiply_groups = eager.multiply_groups
 positions_in_documents = eager.positions_in_documents
 rms_norm = eager.rms_norm
@@ -58,6 +57,16 @@ def attention(q, k, v, *, bias=None, length=None, shared=None, **options):
 
     q, k = q.to(v.dtype), k.to(v.dtype)  # as in reference.py
     return flash.attention(q, k, v, bias=bias, shared=shared, **options)
+
+
+def linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0):
+    """Compute the loss of linear logits, of which few exist at a time: see the reference's."""
+    row_losses = None
+    # A compiler fuses the formula. The kernel takes no float64, which is for checking.
+    is_plain = torch.compiler.is_compiling() or weight.dtype == torch.float64
+    if not is_plain and triton_runs(x.device):
+        from .loss import row_losses
+    return eager.linear_cross_entropy(x, weight, targets, reduction, z_loss, row_losses)
 
 
 # Under torch.compile a selective checkpoint warns that in-place operators would go wrong in it.

@@ -2,8 +2,8 @@
 
 Nobody may have tried this GPU with this driver, torch and triton, and somebody may have changed an
 operator in eager.py but not its kernel. So train.py, extend.py, evaluate.py and sample.py compare
-RoPE and attention, and their gradients, on random numbers: with the head dimension, query groups,
-kind of bias, windows, documents and dtype of the model. A difference, a failed compilation or
+RoPE, attention and the loss, and their gradients, on random numbers: with the head dimension, query
+groups, kind of bias, windows, documents and dtype of the model. A difference, a failed compilation or
 launch turns all kernels off in all processes. NANOLONG_CHECK=0 leaves this out. On CPU tensors,
 under Triton's interpreter, only NANOLONG_CHECK=1 does it. `make gpu-check` compares more.
 """
@@ -83,7 +83,7 @@ def compare(model, device, dtype, docs, positions):
                 options["sinks"] = min(config.sinks, 3)
             ours = compute(tensors, options, True)
             plain = compute(tensors, options, False)
-            wide = {name: x.double() for name, x in tensors.items()}
+            wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
             exact = compute(wide, options, False)
             rows += compare_results(ours, plain, exact, torch.finfo(dtype).eps)
     return rows
@@ -97,6 +97,7 @@ def make_tensors(model, length, gain, dtype, device):
     D = config.head_dim
     heads = {"q": H, "k": Hk, "v": Hk}
     bias = scheme.bias(length, 0)
+    vocabulary = min(config.vocab_size, 10007)  # more columns than the loss takes at once
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # not a GPU's generator
         tensors = {name: torch.randn(2, n, length, D).to(dtype) for name, n in heads.items()}
@@ -109,20 +110,23 @@ def make_tensors(model, length, gain, dtype, device):
             # heads that forget soon, and heads that hardly do
             steps = torch.randn(2, length, H).double() + torch.linspace(5, 0, H)
             tensors["gates"] = F.logsigmoid(steps).cumsum(1).transpose(1, 2)
+        tensors["hidden"] = torch.randn(30, 64).to(dtype)
+        tensors["head"] = torch.randn(vocabulary, 64).to(dtype) / 4
         trained = {name: x.requires_grad_() for name, x in tensors.items()}
         if bias is not None:
             trained["bias"].requires_grad_(bias.requires_grad)
         angles = torch.rand(length, getattr(scheme, "rotary_dim", 0) // 2) * 100
         fixed = {"cos": angles.cos(), "sin": angles.sin()}
         fixed["dy"] = torch.randn(2, H, length - CACHED, D)
+        fixed["targets"] = torch.randint(-1, vocabulary, (30,))
     return {name: x.to(device) for name, x in (trained | fixed).items()}
 
 
 def compute(tensors, options, on_triton):
-    """Rotate, attend and differentiate: the output and the gradients, {name: float64}."""
+    """Rotate, attend, take the loss, and differentiate: results and gradients, {name: float64}."""
     kernels.use_triton(on_triton)
     tensors = dict(tensors)
-    cos, sin, dy = (tensors.pop(name) for name in ("cos", "sin", "dy"))
+    cos, sin, dy, targets = (tensors.pop(name) for name in ("cos", "sin", "dy", "targets"))
     leaves = {name: x.detach().requires_grad_(x.requires_grad) for name, x in tensors.items()}
     q, k, v, *_ = leaves.values()
     if cos.numel():
@@ -133,11 +137,12 @@ def compute(tensors, options, on_triton):
     if options["return_lse"]:
         y, lse = y
         loss = lse.double().sum()
-    loss = loss + (y.double() * dy).sum()
+    losses = kernels.linear_cross_entropy(leaves["hidden"], leaves["head"], targets, "none")
+    loss = loss + (y.double() * dy).sum() + losses.double().sum()
     leaves = {name: x for name, x in leaves.items() if x.requires_grad}
     grads = torch.autograd.grad(loss, leaves.values())
     results = {f"the gradient of {name}": x for name, x in zip(leaves, grads, strict=True)}
-    results["the output"] = y
+    results |= {"the output": y, "the loss": losses}
     return {name: x.detach().double() for name, x in results.items()}
 
 

@@ -728,18 +728,20 @@ def _keys_to_distances(p):
 # Cross-entropy
 
 
-def linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0):
+def linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0, row_losses=None):
     """Compute reference.linear_cross_entropy() in float32, in chunks of tokens.
 
     Of the logits (N, V) at most 128 MiB, on a GPU 1 GiB in 16 bits, or 128 tokens exist at a time.
     The gradient of the weight is accumulated in float32, whatever the dtype of the product. There
-    are no second derivatives.
+    are no second derivatives. row_losses: a kernel in place of _row_losses().
     """
     dtype = weight.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     is_trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    losses = _Loss.apply(x, weight, targets, dtype, z_loss, is_trained and reduction != "none")
+    grads_in_forward = is_trained and reduction != "none"
+    options = dtype, z_loss, row_losses or _row_losses
+    losses = _Loss.apply(x, weight, targets, options, grads_in_forward)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (targets >= 0).sum()
@@ -753,12 +755,11 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dtype, z_loss, grads_in_forward):
-        ctx.dtype = dtype
-        ctx.z_loss = z_loss
+    def forward(ctx, x, weight, targets, options, grads_in_forward):
+        ctx.options = options
         ctx.grads_in_forward = grads_in_forward
         factor = torch.ones_like(targets, dtype=x.dtype) if grads_in_forward else None
-        losses, *grads = _compute_losses(x, weight, targets, factor, dtype, z_loss)
+        losses, *grads = _compute_losses(x, weight, targets, factor, *options)
         ctx.save_for_backward(*(grads if grads_in_forward else (x, weight, targets)))
         return losses.sum(0, keepdim=True) if grads_in_forward else losses
 
@@ -768,14 +769,11 @@ class _Loss(torch.autograd.Function):
         if ctx.grads_in_forward:
             dx, dweight = ((saved * grad).to(saved.dtype) for saved in ctx.saved_tensors)
         else:
-            _, dx, dweight = _compute_losses(*ctx.saved_tensors, grad, ctx.dtype, ctx.z_loss)
-        return dx, dweight, None, None, None, None
+            _, dx, dweight = _compute_losses(*ctx.saved_tensors, grad, *ctx.options)
+        return dx, dweight, None, None, None
 
 
-def _compute_losses(
-    x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor | None, dtype: torch.dtype,
-    z_loss: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _compute_losses(x, weight, targets, factor, dtype, z_loss, row_losses):
     """The losses (N,), and for factors (N,) the gradients of sum(factor * loss) for x and weight.
 
     A compiled graph would repeat the operators for each chunk; of many, it calls this as it is.
@@ -784,31 +782,14 @@ def _compute_losses(
         return _compute_many_losses(x, weight, targets, factor, dtype, z_loss)
     wide = torch.promote_types(dtype, torch.float32)
     w = weight.to(dtype)
-    counts = targets[:, None] >= 0
     losses, dx = [], []
     dweight = torch.zeros_like(weight if factor is not None else x[:0], dtype=wide)
     for rows in token_chunks(x, weight):
         chunk = x[rows].to(dtype)
-        target = targets[rows, None].clamp(min=0)
-        logits = chunk @ w.t()
-        p = F.log_softmax(logits, -1, dtype=wide)
-        loss = -p.gather(1, target)
-        if z_loss:
-            log_sum_exp = logits.gather(1, target) + loss
-            loss = loss + z_loss * log_sum_exp.square()
-        del logits
-        losses.append(torch.where(counts[rows], loss, 0.0).squeeze(1))
+        loss, p = row_losses(chunk @ w.t(), targets[rows], z_loss, factor is not None)
+        losses.append(loss)
         if factor is not None:
-            # the gradient of the logits: softmax, less 1 at the target
-            p = p.exp_()
-            if z_loss:
-                p = p * (1 + 2 * z_loss * log_sum_exp)
-            if torch.compiler.is_compiling():  # fused; a deterministic scatter would sort
-                p = p - (torch.arange(p.shape[1], device=p.device) == target).to(wide)
-            else:
-                p = p.scatter_(1, target, -1.0, reduce="add")
-            p = p.to(dtype)
-            token_weight = counts[rows] * factor[rows, None]
+            token_weight = (targets[rows, None] >= 0) * factor[rows, None]
             dx.append(((p @ w) * token_weight).to(x.dtype))
             add_product(dweight, p, (chunk * token_weight).to(dtype))
         del p  # before the next chunk's logits
@@ -816,7 +797,39 @@ def _compute_losses(
     return torch.cat(losses), dx, dweight.to(weight.dtype)
 
 
-_compute_many_losses = torch.library.custom_op("nanolong::losses", _compute_losses, mutates_args=())
+def _row_losses(logits, targets, z_loss, has_grad):
+    """The losses of rows of logits (N, V), and the logits' gradient, or None, where targets count.
+
+    Takes the only reference to the logits: they are freed before the gradient needs its memory.
+    """
+    dtype = logits.dtype
+    target = targets[:, None].clamp(min=0)
+    p = F.log_softmax(logits, -1, dtype=torch.promote_types(dtype, torch.float32))
+    loss = -p.gather(1, target)
+    if z_loss:
+        log_sum_exp = logits.gather(1, target) + loss
+        loss = loss + z_loss * log_sum_exp.square()
+    del logits
+    loss = torch.where(targets >= 0, loss.squeeze(1), 0.0)
+    if not has_grad:
+        return loss, None
+    # the gradient of the logits: softmax, less 1 at the target
+    p = p.exp_()
+    if z_loss:
+        p = p * (1 + 2 * z_loss * log_sum_exp)
+    if torch.compiler.is_compiling():  # fused; a deterministic scatter would sort
+        p = p - (torch.arange(p.shape[1], device=p.device) == target).to(p.dtype)
+    else:
+        p = p.scatter_(1, target, -1.0, reduce="add")
+    return loss, p.to(dtype)
+
+
+@torch.library.custom_op("nanolong::losses", mutates_args=())
+def _compute_many_losses(
+    x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor | None, dtype: torch.dtype,
+    z_loss: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _compute_losses(x, weight, targets, factor, dtype, z_loss, _row_losses)
 
 
 @_compute_many_losses.register_fake

@@ -68,6 +68,10 @@ def late_gates(q, k, v, options):
     return q, k, v, {**options, "gates": torch.cat((gates[..., :1], gates[..., :-1]), -1)}
 
 
+def shifted_target():
+    """A fault of the loss, of which FakeKernels knows."""
+
+
 def make_model(pos="rope", **settings):
     sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 128, "layer_pattern": "FW"}
     return GPT(GPTConfig(pos=pos, **{**sizes, "window": 50, "sinks": 4, **settings}))
@@ -80,9 +84,14 @@ class FakeKernels:
         self.fault = None
 
     def attention(self, q, k, v, shared=None, **options):
-        if self.fault:
+        if self.fault and self.fault is not shifted_target:
             q, k, v, options = self.fault(q, k, v, options)
         return eager.attention(q, k, v, **options)
+
+    def row_losses(self, logits, targets, z_loss, has_grad):
+        if self.fault is shifted_target:
+            targets = torch.where(targets > 0, targets - 1, targets)
+        return eager._row_losses(logits, targets, z_loss, has_grad)
 
     rope = staticmethod(eager.rope)
 
@@ -92,6 +101,7 @@ def fakes(monkeypatch):
     fakes = FakeKernels()
     monkeypatch.setattr(kernels, "flash", fakes, raising=False)
     monkeypatch.setitem(sys.modules, "kernels.rotary", fakes)
+    monkeypatch.setitem(sys.modules, "kernels.loss", fakes)
     monkeypatch.setattr(kernels, "_can_run", lambda device: True)
     monkeypatch.setattr(kernels, "_is_allowed", True)
     monkeypatch.setenv("NANOLONG_CHECK", "1")
@@ -107,6 +117,7 @@ FOUND = [
 ]
 # in bfloat16 plain PyTorch's own gradient of the gates is off by as much
 FOUND += [("fox", late_gates, torch.bfloat16), ("fox", wrong_gradient, torch.float32)]
+FOUND += [("alibi", shifted_target, dtype) for dtype in (torch.bfloat16, torch.float32)]
 FOUND += [("t5", fault, torch.float32) for pos, fault, _ in FOUND if pos == "t5"]
 
 
@@ -162,7 +173,7 @@ import torch.distributed as dist
 from test_check import CPU, FakeKernels, check, kernels, make_model, wrong_scale
 
 dist.init_process_group("gloo")
-kernels.flash = sys.modules["kernels.rotary"] = fakes = FakeKernels()
+kernels.flash = sys.modules["kernels.rotary"] = sys.modules["kernels.loss"] = fakes = FakeKernels()
 kernels._can_run = lambda device: True
 fakes.fault = wrong_scale if dist.get_rank() else None
 chosen = check.choose_kernels(make_model(), CPU, torch.float32)

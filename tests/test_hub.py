@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -228,6 +229,31 @@ def test_bfloat16_is_kept(hf, tmp_path):
     before, after = (load_file(x / "model.safetensors") for x in (place, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("direction", ["import", "export"])
+def test_rounded_weights_are_compared_as_stored(direction, hf, tmp_path, capsys):
+    """The number is the difference between what the files hold before and after."""
+    place = hf()
+    before = load_folder(place).float()
+    if direction == "import":
+        import_to(GPT, str(place), tmp_path / "run", store="bfloat16")
+        after = GPT.load(tmp_path / "run")
+    else:
+        after, _ = imported(place, tmp_path)
+        export_to(after, tmp_path / "out.gguf", tokenizer_from="none", store="float16")
+        import_to(GPT, str(tmp_path / "out.gguf"), tmp_path / "again", verify=False)
+        after = GPT.load(tmp_path / "again")
+    tokens = torch.randint(
+        after.config.vocab_size, (1, 33), generator=torch.Generator().manual_seed(0)
+    )
+    expected = (our_logits(after, tokens) - before(tokens).logits).abs().max().item()
+    output = capsys.readouterr().out
+    assert "verified before rounding: largest logit difference" in output
+    said = float(re.search(r"as stored, with rounded weights: (\S+) of", output)[1])
+    assert said == pytest.approx(expected, rel=0.1) and said > 1e-4
+    import_to(GPT, str(place), tmp_path / "same")
+    assert "verified: largest" in capsys.readouterr().out  # nothing is rounded
 
 
 # -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from conftest import assert_success
+from conftest import assert_refused, assert_success
 from matplotlib.figure import Figure
 
 from nanolong.evaluation import figures, report
@@ -33,7 +33,7 @@ def interval(mean, half=0.1, n=20):
 def asked(checkpoint, length, accuracy, task="ruler", kind="niah", depth=None, **fields):
     """A record of retrieval; None in place of an accuracy is a refusal."""
     record = {"checkpoint": checkpoint, "task": task, "kind": kind, "depth": depth}
-    record.update(length=length, trials=20, seed=1)
+    record.update(length=length, trials=20, seed=1, chance=1 / 900)
     if accuracy is None:
         return {**record, "refused": "too short"}
     found = {"accuracy": interval(accuracy), "nats": interval(0.5), "gain": interval(1.5)}
@@ -92,7 +92,8 @@ def test_retrieval_and_costs_have_a_row_for_each_measure():
         records.append(asked("a", 64, accuracy, "needle", depth=depth))
     records.append(cost("a", 0.123456, 12345.6))
     ruler, needle, costs = tables_of(records)
-    assert ruler.title == "ruler, niah, 20 prompts a cell, by context length"
+    title = "ruler, niah, 20 prompts a cell, chance 0.0011 right and 6.80 nats, by context length"
+    assert ruler.title == title
     assert ruler.rows == [
         ["a: all answers right", "0.25 ± 0.10", "refused"],
         ["a: nats of the answer", "0.50 ± 0.10", "refused"],
@@ -121,7 +122,7 @@ def test_the_curves_of_a_figure_are_the_losses():
         records.append(loss("a", 128, 3.0, "position", position=[start, start + 64]))
     figure = figures.loss_figure("a.png", records, [64], unit="bits per byte")
     by_length, by_position = figure.axes[:2]
-    assert by_length.get_ylabel() == "loss (bits per byte)"
+    assert by_length.get_ylabel() == "loss, bits per byte"
     a, b, original = by_length.lines
     assert (list(a.get_xdata()), list(a.get_ydata())) == ([64, 128], [1.0, 2.0])
     assert list(b.get_xdata()) == [128] and math.isnan(b.get_ydata()[0])
@@ -262,10 +263,56 @@ def test_the_curves_are_the_losses_of_the_logs(call, saved_axes, tmp_path):
         (folder / "log.jsonl").write_text("\n".join(lines))
     file = tmp_path / "deep/curves.png"
     done = assert_success(call("evaluate.py", f"A={first}", second, f"--curves={file}"))
-    assert done.stdout == f"wrote {file}\n" and file.read_bytes()[:4] == b"\x89PNG"
+    assert done.stdout == f"wrote {file}, and the same as .svg and .pdf\n"
+    content = [file.with_suffix(suffix).read_bytes() for suffix in (".png", ".svg", ".pdf")]
+    assert int.from_bytes(content[0][16:20]) == 7 * 200  # pixels of the width, of inches
+    assert b"<svg" in content[1] and content[2][:5] == b"%PDF-"
     assert lines_of(saved_axes[str(file)]) == {
         "A": ([10], [4.0]),
         "A, validation": ([0, 10], [5.0, 3.5]),
         str(second): ([5], [6.0]),
         f"{second}, validation": ([], []),
     }
+
+
+def test_curves_of_other_vocabularies_are_in_bits_per_byte(call, save_run, saved_axes, tmp_path):
+    """A token of two bytes at 2 nats is 2 / (2 ln 2) bits per byte, above a byte at 1 nat."""
+    rows = ['{"step": 5, "loss": 9.0}', '{"step": 9, "val_loss": %s, "val_bits_per_byte": %s}']
+    runs, kinds = [], ({"kind": "bytes"}, {"kind": "char", "characters": "ab"})
+    for name, tokenizer, (nats, n_bytes) in zip("ab", kinds, ((1.0, 1), (2.0, 2)), strict=True):
+        runs.append(save_run(name, {"tokenizer": tokenizer}))
+        log = "\n".join(rows) % (nats, nats / n_bytes / math.log(2))
+        (runs[-1] / "log.jsonl").write_text(log)
+    file = tmp_path / "curves.png"
+    done = assert_success(call("evaluate.py", *runs, f"--curves={file}"))
+    assert "only validation is drawn, in bits per byte" in done.stderr + done.stdout
+    axis = saved_axes[str(file)]
+    assert axis.get_ylabel() == "validation loss, bits per byte"
+    bits = pytest.approx(1 / math.log(2))
+    assert lines_of(axis) == {f"{run}, validation": ([9], [bits]) for run in runs}
+    (runs[1] / "log.jsonl").write_text(rows[0])
+    assert_refused(call("evaluate.py", *runs, f"--curves={file}"), "has logged no bits per byte")
+    assert_success(call("evaluate.py", f"x={runs[1]}", f"y={runs[1]}", f"--curves={file}"))
+
+
+def test_a_heatmap_has_a_scale_and_no_image():
+    figure = figures.heatmap_figure("a.png", [asked("a", 64, 0.25), asked("b", 128, 0.5)])
+    scale = figure.axes[-1]
+    assert scale.get_ylabel() == "fraction of prompts answered right"
+    assert scale.get_ylim() == (0.0, 1.0)
+    assert "<image" not in figures.to_svg(figure)
+
+
+def test_the_report_explains_what_it_shows(tmp_path):
+    kinds = ("multikey", "vt", "fwe", "nth", "last")
+    records = [asked("a", 64, 0.5, kind=kind) for kind in kinds]
+    facts = {"a": {"scheme": "rope"}}
+    for shown, others in ((records[:2], kinds[2:]), (records, ())):
+        file = tmp_path / "report.html"
+        report.write_report(file, facts, [64], shown, {}, [], "commit abc")
+        text = Page(file).text
+        for record in shown:
+            assert text.count(f"{record['kind']} ") >= 1
+        assert not [kind for kind in others if f"{kind} gives" in text or f"{kind} is a" in text]
+    aligned = report.explain([loss("a", 64, 1.0, "token-aligned")])
+    assert len(aligned) == 1 and "the same tokens at every length" in aligned[0]

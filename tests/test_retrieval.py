@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+import re
 import types
 
 import pytest
@@ -10,6 +12,7 @@ from conftest import assert_refused, assert_success
 
 import data
 import evaluate
+from data.tasks import make_document
 from nanolong.evaluation import intervals, retrieval
 
 LENGTHS = (130, 190)
@@ -91,6 +94,31 @@ def test_prompts_depend_on_the_seed_the_task_and_the_length_only():
             cell.measure()
     assert first.prompts == second.prompts
     assert set(first.prompts).isdisjoint(other.prompts)
+
+
+@pytest.mark.parametrize("kind", ["multikey", "nth", "last"])
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_chance_is_the_share_of_guesses_that_are_right(kind, size):
+    """Counted: how often a value that the document states, chosen at random, is the answer."""
+    rng = random.Random(1)
+    characters = data.CharTokenizer("".join(map(chr, range(32, 632))))
+    tokenizer = data.ByteTokenizer() if size == "small" else characters
+    n_right = 0
+    for sample in range(2000):
+        x, y = make_document(kind, tokenizer, 1200, 1, sample)
+        text = tokenizer.decode([*x, y[-1]]).decode()
+        document, answer = text.rsplit(" ", 1)
+        n_right += rng.choice(re.findall(r" is (\d+)\.", document)) == answer
+    expected = retrieval.chance(kind, size)
+    assert n_right / 2000 == pytest.approx(expected, abs=0.035)  # three standard deviations
+
+
+def test_chance_of_numbers_and_words_is_that_of_all_of_them():
+    # numbers from 100 to 999; three of 8 * 5 * 8 different words in order
+    assert -math.log(retrieval.chance("niah", "small")) == pytest.approx(math.log(900))
+    for kind in ("vt", "fwe"):
+        assert 1 / retrieval.chance(kind, "small") == pytest.approx(320 * 319 * 318)
+    assert 1 / retrieval.chance("niah", "large") == pytest.approx(9e6)
 
 
 def test_an_answer_with_one_wrong_token_is_wrong():

@@ -10,6 +10,7 @@ from nanolong.evaluation.tables import COSTS, select
 
 # What tells the cells of a checkpoint apart.
 CELL = ("task", "protocol", "kind", "depth", "length", "position", "stride", "trials", "seed")
+CELL += ("context", "bucket")
 MEASURES = ("accuracy", "nats", "gain", "control")
 
 
@@ -67,7 +68,7 @@ def over_seeds(records, arms):
 def mean_record(arm, records):
     """Return the mean record of an arm's runs, for one cell."""
     first = records[0]
-    found = {name: first[name] for name in CELL if name in first}
+    found = {name: first[name] for name in (*CELL, "chance") if name in first}
     found = {"checkpoint": arm, **found, "seeds": len(records)}
     # the mean of the other runs would be of another selection
     refused = [record["refused"] for record in records if "refused" in record]
@@ -78,6 +79,8 @@ def mean_record(arm, records):
     if "loss" in first:
         found["by_seed"] = [record["loss"] for record in records]
         interval = seed_interval(found["by_seed"])
+        if "gain" in first:
+            found["gain"] = seed_interval([record["gain"]["mean"] for record in records])
         return {**found, "loss": interval.pop("mean"), **interval}
     for measure in MEASURES:
         if measure in first:
@@ -135,12 +138,19 @@ def describe_unequal(models, arms):
     sentences = []
     # equal properties need no sentence
     for what, found in facts.items():
-        sides = [f"{value} ({', '.join(dict.fromkeys(of))})" for value, of in found.items()]
+        sides = [f"{value} ({list_names(of)})" for value, of in found.items()]
         if len(sides) > 1:
             sentences.append(f"unequal {what}: {'; '.join(sides)}")
     if unfinished and len(models) > 1:
         sentences.append(f"unfinished: {', '.join(unfinished)}")
     return sentences
+
+
+def list_names(names):
+    """Return different names in words, of many the first five."""
+    names = list(dict.fromkeys(names))
+    n_others = len(names) - 5
+    return ", ".join(names) if n_others < 2 else f"{', '.join(names[:5])} and {n_others} others"
 
 
 def describe_other_tokens(records, texts, max_tokens):

@@ -1,15 +1,18 @@
-"""Figures by matplotlib: measurements (PNG, SVG for the report), and the losses of a log."""
+"""Figures by matplotlib: measurements (files, and SVG for the report), and the losses of a log."""
 
 import io
 import math
+from pathlib import Path
 
 import numpy as np
 
 from nanolong import run
-from nanolong.errors import require
+from nanolong.errors import note, require
 from nanolong.evaluation.tables import select, unique
+from nanolong.strict_json import to_json
 
 MARKERS = "os^Dv*P"
+LINES = ("-", "--", "-.", ":")
 
 
 def import_pyplot(file):
@@ -22,7 +25,37 @@ def import_pyplot(file):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    # names may hold a dollar sign, which is no mathematics; text stays text
+    plt.rcParams.update({"text.parse_math": False, "svg.fonttype": "none", "pdf.fonttype": 42})
     return plt
+
+
+def save(figure, file):
+    """Write a figure to a PNG file, and beside it as SVG and PDF, which a slide can enlarge."""
+    for suffix in (".png", ".svg", ".pdf"):
+        figure.savefig(Path(file).with_suffix(suffix), dpi=200)
+    print(f"wrote {file}, and the same as .svg and .pdf")
+
+
+def curve_style(number):
+    """Return the style of a curve, by its number. Of curves that coincide each lies on the one
+    before it, and is thinner and its marker smaller, so that all of eight are seen.
+    """
+    return {
+        "color": f"C{number % 10}",
+        "linestyle": LINES[number % len(LINES)],
+        "linewidth": max(1.0, 3.8 - 0.4 * number),
+        "marker": MARKERS[number % len(MARKERS)],
+        "markersize": max(3.0, 10.0 - number),
+        "markerfacecolor": "none",
+    }
+
+
+def mark_lengths(axis, lengths):
+    """Draw a line at each training length."""
+    for i, length in enumerate(lengths):
+        label = "" if i else "training length"
+        axis.axvline(length, color="gray", linestyle=":", linewidth=1.5, label=label)
 
 
 def new_figure(file, n, n_columns, panel, title, note):
@@ -33,8 +66,6 @@ def new_figure(file, n, n_columns, panel, title, note):
     plt = import_pyplot(file)
     if plt is None:
         return None, []
-    # names may hold a dollar sign, which is no mathematics
-    plt.rcParams.update({"text.parse_math": False, "svg.fonttype": "none"})
     n_columns = min(n, n_columns)
     n_rows = math.ceil(n / n_columns)
     size = (panel[0] * n_columns + 1.4, panel[1] * n_rows + 0.8)
@@ -65,10 +96,12 @@ def loss_figure(file, records, original_lengths, title="", note="", unit="nats p
     names = unique(records, "checkpoint")
     figure, axes = new_figure(file, len(protocols), 3, (4.6, 3.6), title, note)
     for axis, protocol in zip(axes, protocols, strict=False):
+        if protocol == "repeats":
+            draw_repeats(axis, select(records, protocol=protocol), names)
+            continue
         draw_losses(axis, select(records, protocol=protocol), names)
-        for length in original_lengths:
-            axis.axvline(length, color="gray", linestyle=":", linewidth=1)
-        axis.set(title=protocol, ylabel=f"loss ({unit})")
+        mark_lengths(axis, original_lengths)
+        axis.set(title=protocol, ylabel=f"loss, {unit}")
     if figure:
         handles = axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside right upper", fontsize=8)
@@ -88,16 +121,35 @@ def draw_losses(axis, records, names):
                 points.append([x, record["loss"], record["low"], record["high"]])
         # None, of a loss that is not finite or an interval that is not there, leaves a gap
         x, y, low, high = np.array(sorted(points), float).reshape(-1, 4).T
-        # after ten the colours repeat, and the markers do not
-        colour, marker = f"C{number % 10}", MARKERS[number % len(MARKERS)]
-        axis.plot(x, y, color=colour, marker=marker, markersize=4, label=name)
-        axis.fill_between(x, low, high, alpha=0.15, color=colour, linewidth=0)
-    axis.set_xlabel("position (tokens)" if by_position else "context length (tokens)")
+        style = curve_style(number)
+        axis.plot(x, y, label=name, **style)
+        axis.fill_between(x, low, high, alpha=0.15, color=style["color"], linewidth=0)
+    axis.set_xlabel("position, tokens" if by_position else "context length, tokens")
     if not by_position:
         axis.set_xscale("log")
         shown = lengths[:: math.ceil(len(lengths) / 8)]  # labels of neighbours would touch
         axis.set_xticks(shown, [f"{x:,}" for x in shown])
         axis.minorticks_off()
+    axis.grid(alpha=0.3)
+
+
+def draw_repeats(axis, records, names):
+    """Draw what the longest context gains over the shortest one, by the bucket of the targets."""
+    longest = max(record["length"] for record in records)
+    buckets = unique(records, "bucket")
+    for number, name in enumerate(names):
+        measured = select(records, checkpoint=name, length=longest)
+        gains = [(record["bucket"], record["gain"]) for record in measured if "gain" in record]
+        x = [buckets.index(bucket) + 0.1 * number for bucket, _ in gains]
+        low, mean, high = (
+            np.array([gain[key] for _, gain in gains], float) for key in ("low", "mean", "high")
+        )
+        style = {**curve_style(number), "linestyle": "none", "markersize": 5}
+        axis.errorbar(x, mean, (mean - low, high - mean), label=name, capsize=2, **style)
+    axis.axhline(0, color="gray", linewidth=1)
+    axis.set_xticks(range(len(buckets)), buckets)
+    gained = f"gain of {longest:,} over {records[0]['context']:,} tokens"
+    axis.set(title="repeats", xlabel="where the tokens stood last", ylabel=f"{gained}, nats")
     axis.grid(alpha=0.3)
 
 
@@ -117,11 +169,17 @@ def heatmap_figure(file, records, title="", note=""):
                 label = f"{cells[i][j]:.2f}"
                 axis.text(j + 0.5, i + 0.5, label, ha="center", va="center", fontsize=7)
         # of an image, which imshow() draws, the report would not allow the address
-        axis.pcolormesh(cells, vmin=0, vmax=1, cmap="Greens", alpha=0.8)
+        mesh = axis.pcolormesh(cells, vmin=0, vmax=1, cmap="Greens", alpha=0.8)
         axis.invert_yaxis()
         axis.set_title(name, fontsize=9)
+        axis.set_xlabel("context length, tokens", fontsize=8)
         for ticks, words in ((axis.set_xticks, lengths), (axis.set_yticks, labels)):
             ticks([i + 0.5 for i in range(len(words))], words, fontsize=7)
+    if figure:
+        scale = figure.colorbar(mesh, ax=list(axes))
+        scale.set_label("fraction of prompts answered right", fontsize=8)
+        scale.ax.tick_params(labelsize=7)
+        scale.solids.set_rasterized(False)  # an image, too
     return figure
 
 
@@ -137,26 +195,44 @@ def read_losses(folder, name):
 
 
 def plot_curves(runs, file):
-    """Write a PNG of the losses of runs by step: training is a line, validation is marked.
+    """Plot the losses of runs by step: training is a line, validation is marked.
 
-    runs: name -> run folder. Returns whether the file was written.
+    Nats per token of different tokens cannot be compared: of runs with other vocabularies only the
+    validation is drawn, in bits per byte. runs: name -> run folder. Returns whether files were
+    written. Raises UserError for a run that has logged none of these numbers.
     """
-    logs = {name: read_losses(folder, "loss") for name, folder in runs.items()}
-    for name, (steps, _) in logs.items():
-        require(steps, f"{runs[name]} has logged no training step: name runs that have logged one")
+    vocabularies = {vocabulary_of(folder) for folder in runs.values()} - {None}
+    in_bits = len(vocabularies) > 1
+    missing = "bits per byte, by which vocabularies compare" if in_bits else "training step"
+    for folder in runs.values():
+        steps, _ = read_losses(folder, "val_bits_per_byte" if in_bits else "loss")
+        require(steps, f"{folder} has logged no {missing}: name runs that have logged some")
     plt = import_pyplot(file)
     if plt is None:
         return False
-    figure, axis = plt.subplots(figsize=(7, 4.4), dpi=120, layout="constrained")
-    for number, (name, log) in enumerate(logs.items()):
-        style = {"color": f"C{number % 10}"}
-        axis.plot(*log, linewidth=0.9, alpha=0.6, label=name, **style)
-        validation = read_losses(runs[name], "val_loss")
-        axis.plot(*validation, marker="o", markersize=4, label=f"{name}, validation", **style)
-    axis.set(xlabel="step", ylabel="loss (nats per token)")
+    figure, axis = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    for number, (name, folder) in enumerate(runs.items()):
+        style = curve_style(number)
+        validation = read_losses(folder, "val_bits_per_byte" if in_bits else "val_loss")
+        axis.plot(*validation, label=f"{name}, validation", **style)
+        if not in_bits:
+            plain = {"color": style["color"], "linewidth": 0.9, "alpha": 0.6}
+            axis.plot(*read_losses(folder, "loss"), label=name, **plain)
+    axis.set(xlabel="training step", ylabel="loss, nats per token")
+    if in_bits:
+        axis.set(ylabel="validation loss, bits per byte")
+        note("the runs have other vocabularies: only validation is drawn, in bits per byte")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    figure.savefig(file)
+    save(figure, file)
     plt.close(figure)
-    print(f"wrote {file}")
     return True
+
+
+def vocabulary_of(folder):
+    """Return the vocabulary of a run's newest checkpoint as text; None if there is none yet."""
+    steps = run.list_steps(folder)
+    if not steps:
+        return None
+    meta = run.read_meta(steps[-1])
+    return to_json(meta["tokenizer"] or meta["config"]["vocab_size"])

@@ -14,6 +14,28 @@ from nanolong.strict_json import to_json
 PAGE = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
 
 
+# What a table of a protocol or of a kind of prompt measures.
+EXPLAINED = {
+    "token-aligned": "token-aligned scores the same tokens at every length, at the ends of "
+    "sequences: a lower loss at a longer length means that more context helps.",
+    "repeats": "repeats says what a longer context gains over the shortest, by where a token and "
+    "the two before it stood last: a gain on far repeats shows that the longer context is used.",
+    "multikey": "multikey hides several keys with a value each and asks for the value of one.",
+    "vt": "vt assigns a value to a variable, and this one to the next: the answer is the names of "
+    "all, in this order.",
+    "fwe": "fwe is a list of words: the answer is the three most frequent, in this order.",
+    "nth": "nth gives several values to one key and asks for the n-th of them.",
+    "last": "last gives several values to one key and asks for the last of them.",
+}
+
+
+def explain(records):
+    """Return the sentences of EXPLAINED that belong to records."""
+    shown = {record.get("protocol") for record in records}
+    shown |= {record.get("kind") for record in records}
+    return [sentence for name, sentence in EXPLAINED.items() if name in shown]
+
+
 def draw(function, *args):
     """Return a figure of figures.py as SVG; without matplotlib there are only the tables."""
     figure = function("the figures of the report", *args)
@@ -61,8 +83,10 @@ def write_report(file, facts, lengths, records, texts, unequal, source):
     )
     if any("loss" in record for record in losses):
         loss_html = draw(figures.loss_figure, losses, lengths) + loss_html
+    loss_html += tables.paragraphs(explain(losses))
     if any("accuracy" in record for record in retrieved):
         retrieval_html = draw(figures.heatmap_figure, retrieved) + retrieval_html
+    retrieval_html += tables.paragraphs(explain(retrieved))
     sections = {
         "Checkpoints": settings.html() + tables.paragraphs(unequal),
         "Loss by context length and position": loss_html,

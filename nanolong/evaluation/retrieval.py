@@ -3,6 +3,7 @@
 """
 
 import hashlib
+import math
 from functools import partial
 from itertools import product
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from data.tasks import make_document, size_of
+from data.tasks import ANSWERS, DIGITS, SEVERAL, WORDS, make_document, size_of
 from nanolong import devices, inference, parallel
 from nanolong.errors import note, require
 from nanolong.evaluation import intervals
@@ -20,6 +21,18 @@ from nanolong.evaluation.loss import BATCH_TOKENS, evaluation_mode
 
 # Prompts for each cell, by default: at each depth, and of each of RULER's tasks, which cost more.
 TRIALS = {"needle": 64, "ruler": 20}
+
+
+def chance(kind, size):
+    """Return the fraction of prompts that a guess answers: one of the values in the text, or if
+    they are one or words, any number or any words. Its loss is -ln of this, in nats.
+    """
+    if kind == "niah":
+        return 1 / (9 * 10 ** (DIGITS[size] - 1))
+    if kind in ("vt", "fwe"):
+        n_answers = SEVERAL[size] if kind == "vt" else ANSWERS
+        return 1 / math.perm(len(WORDS[size]), n_answers)
+    return 1 / SEVERAL[size]
 
 
 def plan_retrieval(task, models, cfg):
@@ -42,6 +55,7 @@ def plan_retrieval(task, models, cfg):
         for length, kind in product(cfg.lengths, kinds):
             blank = {"checkpoint": name, "task": task, "kind": kind, "depth": None}
             blank |= {"length": length, "trials": trials, "seed": cfg.seed}
+            blank["chance"] = chance(kind, size_of(tokenizer))
             records = [{**blank, "depth": depth} for depth in depths]
             cells.append(Cell(records, partial(ask, records, model, tokenizer, cfg.dtype)))
     if untrained:

@@ -16,7 +16,7 @@ from data.texts import note_separators, open_documents, why_no_text
 from data.tokenizer import SEPARATOR
 from nanolong import devices
 from nanolong.errors import UserError, note, require
-from nanolong.evaluation import intervals, loss
+from nanolong.evaluation import intervals, loss, repeats
 from nanolong.evaluation.log import Cell
 
 # Equal parts of a sequence whose losses `position` records apart.
@@ -123,13 +123,17 @@ def plan_losses(models, cfg, texts):
     """Return the cells of every checkpoint and length: one for all protocols that share their
     forward passes.
     """
-    groups = group_protocols(cfg.protocol, cfg.stride, cfg.lengths)
+    running = [protocol for protocol in cfg.protocol if protocol != "repeats"]
+    groups = group_protocols(running, cfg.stride, cfg.lengths)
     cells = []
     for (name, model), length, (protocols, fields) in product(models.items(), cfg.lengths, groups):
         blank = {"checkpoint": name, "task": "loss"}
         records = [{**blank, "protocol": p, "length": length, **fields} for p in protocols]
         find = partial(score, records, model, texts[name], cfg)
         cells.append(Cell(records, find, [cfg.max_tokens, cfg.lengths]))
+    if "repeats" in cfg.protocol:
+        for name, model in models.items():
+            cells += repeats.plan(name, model, texts[name], cfg)
     return cells
 
 

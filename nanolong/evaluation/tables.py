@@ -3,6 +3,7 @@
 Records are the dicts that evaluate.py measures and writes to its JSON file.
 """
 
+import math
 from dataclasses import dataclass, field
 from html import escape
 
@@ -140,9 +141,10 @@ def tables_of(records, unequal=()):
     stand below each table in which an asterisk says that checkpoints differ.
     """
     tables = []
+    special = {"position": position_table, "repeats": repeats_table}
     for protocol in unique(select(records, task="loss"), "protocol"):
         measured = select(records, protocol=protocol)
-        tables.append(position_table(measured) if protocol == "position" else loss_table(measured))
+        tables.append(special.get(protocol, loss_table)(measured))
     for task, kind in dict.fromkeys((r["task"], r["kind"]) for r in records if "kind" in r):
         tables.append(retrieval_table(select(records, task=task, kind=kind)))
     costs = select(records, task="cost")
@@ -185,6 +187,27 @@ def loss_table(records, unit="nats per token"):
     return table
 
 
+def repeats_table(records):
+    """Return the gains of longer contexts by bucket, and how many targets are in each."""
+    context = records[0]["context"]
+    cells = {}
+    for record in records:
+        label = f"{record['checkpoint']}: {record['bucket']}"
+        text = "refused" if "refused" in record else "no target"
+        if "gain" in record:
+            n_tokens = f" of {record['tokens']:,}" if "tokens" in record else ""
+            text = intervals.format_interval(record["gain"], sign="+") + n_tokens
+        cells[label, f"{record['length']:,}"] = text
+    title = f"repeats, nats per token that a longer context gains over {context:,} tokens, and of"
+    table = pivot(f"{title} how many targets, by context length", cells)
+    table.notes.append(
+        "by where a target and the two tokens before it stood last: near, in the shorter context; "
+        "far, in the longer one alone; beyond, farther back; new, nowhere. pair far: the two "
+        "before it stood in the longer one alone. Intervals are over documents"
+    )
+    return table
+
+
 def position_table(records):
     """Return the losses by position: a row for each part, a column for each checkpoint."""
     longest = max(record["length"] for record in records)
@@ -202,6 +225,9 @@ def retrieval_table(records):
     """Return the answers to prompts of one kind, of needle at each depth."""
     first = records[0]
     title = f"{first['task']}, {first['kind']}, {first['trials']} prompts a cell"
+    # of vocabularies of two sizes, whose documents differ, there are two
+    for guess in unique(records, "chance"):
+        title += f", chance {guess:.2g} right and {-math.log(guess):.2f} nats"
     if first["task"] == "needle":
         table = grid(f"{title}: all answers right", records, {"accuracy": ""})
     else:

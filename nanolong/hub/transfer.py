@@ -13,7 +13,7 @@ from nanolong.hub.convert import export_model, import_model
 from nanolong.hub.folder import find_folder, read_folder, whole, write_folder
 from nanolong.hub.rope import by_kind, check_types
 from nanolong.hub.tokenizer import make_exported
-from nanolong.hub.verify import as_user_error, compare, load_theirs
+from nanolong.hub.verify import as_user_error, compare, compare_stored, load_theirs
 
 # -----------------------------------------------------------------------------
 # Import
@@ -36,6 +36,8 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
         model = import_model(GPT, found.c, theirs.state_dict(), context_length)
         kept, ends, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
         report = compare(model, theirs) if verify else []
+        weights = stored_weights(model, store)
+        rounded = compare_rounded(model, weights, theirs) if verify else ""
     meta = {
         "config": asdict(model.config),
         "tokenizer": kept and kept.to_json(),
@@ -45,12 +47,12 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
         "imported": Path(source).resolve().name,
     }
     folder = target / "step-000000"
-    run.write_checkpoint(folder, {"model": stored_weights(model, store)}, meta)
+    run.write_checkpoint(folder, {"model": weights}, meta)
     print_summary(folder, model)
     print(ends.describe(kept))
     if note:
         print(f"note: {note}")
-    print_report(report)
+    print_report(report, rounded)
     return folder
 
 
@@ -107,6 +109,26 @@ def stored_weights(model, store):
     return weights
 
 
+def differ(tensors, others):
+    """Return whether tensors of the same names have other values; their dtypes do not count."""
+    shared = tensors.keys() & others.keys()  # a tied head is left out of files
+    return any(not torch.equal(tensors[name].float(), others[name].float()) for name in shared)
+
+
+def compare_rounded(model, weights, theirs):
+    """Give a model the weights that are stored, and return compare_stored(); "" if none is rounded.
+
+    weights: name -> tensor, whose memory the model then shares.
+    """
+    parameters = dict(model.named_parameters())
+    if not differ(parameters, weights):
+        return ""
+    # not in place: transformers' model may share this memory
+    for name, p in parameters.items():
+        p.data = weights[name]
+    return compare_stored(model, theirs)
+
+
 def print_summary(folder, model):
     config = model.config
     text = f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
@@ -123,11 +145,15 @@ def print_summary(folder, model):
         )
 
 
-def print_report(report):
-    if report:
-        print(f"verified: largest logit difference from transformers: {'; '.join(report)}")
-    else:
+def print_report(report, rounded):
+    """rounded: what compare_stored() returns; "" if the weights were not rounded."""
+    if not report:
         print("not verified: its logits were not compared with transformers' (--verify=false)")
+        return
+    when = " before rounding" if rounded else ""
+    print(f"verified{when}: largest logit difference from transformers: {'; '.join(report)}")
+    if rounded:
+        print(f"as stored, with rounded weights: {rounded}")
 
 
 # -----------------------------------------------------------------------------
@@ -167,10 +193,16 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
         kind = by_kind(getattr(c, "rope_parameters", None))[0].get("rope_type", "none")
         length = model.config.block_size
         print(f"{target}: {c.model_type}, rope_type {kind}, {length} tokens, {store}")
-        # the written file is read again, but for matrices that GGUF has rounded
-        is_rounded = is_gguf and store != "float32"
-        stored = tensors if is_rounded else found.tensors
-        print_report(compare(model, load_theirs(found.c, stored)) if verify else [])
+        if not verify:
+            print_report([], "")
+            return
+        # The written file is read again. No bound holds for matrices that GGUF has rounded.
+        is_rounded = is_gguf and store != "float32" and differ(tensors, found.tensors)
+        report = compare(model, load_theirs(found.c, tensors if is_rounded else found.tensors))
+        rounded = ""
+        if is_rounded:
+            rounded = compare_stored(model, load_theirs(found.c, found.tensors))
+        print_report(report, rounded)
 
     whole(target, write)
     if not is_gguf:

@@ -172,8 +172,30 @@ def cut_tensors(tensors, layers):
     return found
 
 
+def compare_stored(model, theirs):
+    """Return how far logits of rounded weights are from transformers' of others, in words: their
+    largest difference, of the largest logit. No bound holds for it.
+    """
+    tokens = torch.arange(min(N_TOKENS, model.config.block_size))
+    difference, largest = find_difference(model, theirs, tokens)
+    return f"{difference:.1e} of {largest:.1e}, on {len(tokens)} tokens"
+
+
 def largest_difference(ours, theirs, positions):
     """Return the largest difference of the last logits; UserError if it is too large."""
+    n, end = len(positions), int(positions[-1]) + 1
+    difference, largest = find_difference(ours, theirs, positions)
+    require(
+        difference <= 1e-6 * (100 + end) * max(1.0, largest),
+        f"transformers computes other logits ({difference:.2g} apart of {largest:.2g}, on {n} "
+        f"tokens to position {end}), so nothing was written: a setting, a scheme or an "
+        "edit of model.py has no equivalent on the other side (if there is none, please report it)",
+    )
+    return difference
+
+
+def find_difference(ours, theirs, positions):
+    """Return the largest difference of the last logits, and the largest of our logits."""
     n, end = len(positions), int(positions[-1]) + 1
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ours.config.vocab_size, (1, n), generator=generator)
@@ -188,14 +210,7 @@ def largest_difference(ours, theirs, positions):
         logits = ours.head(x[:, -N_FAR:])
         difference = (logits - theirs(tokens, **options).logits).abs().max().item()
     require(logits.isfinite().all(), "its logits are not finite: choose another checkpoint")
-    largest = max(1.0, logits.abs().max().item())
-    require(
-        difference <= 1e-6 * (100 + end) * largest,
-        f"transformers computes other logits ({difference:.2g} apart of {largest:.2g}, on {n} "
-        f"tokens to position {end}), so nothing was written: a setting, a scheme or an "
-        "edit of model.py has no equivalent on the other side (if there is none, please report it)",
-    )
-    return difference
+    return difference, logits.abs().max().item()
 
 
 class InFloat32(TorchFunctionMode):

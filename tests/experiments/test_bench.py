@@ -243,13 +243,11 @@ def test_the_minutes_of_a_gpu_are_tried_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout
     assert "02-profile: done in" in done.stdout and "(an earlier call)" in done.stdout
     last = statuses(tmp_path / "out")
-    assert last["13-eager-loss-kernel"] == "not built"
-    others = {name: status for name, status in last.items() if status != "not built"}
-    assert all(status.startswith("done in") for status in others.values()) and len(others) == 15
+    assert all(status.startswith("done in") for status in last.values()) and len(last) == 15
     steps = json.loads((tmp_path / "copy/minutes.json").read_text())
     assert [step["step"] for step in steps] == sorted(last)
     rows = {step["step"]: [row for t in step["tables"] for row in t["rows"]] for step in steps}
-    assert all(rows[name] for name in others)
+    assert all(rows[name] for name in last)
     # FlexAttention has no backward pass on a CPU, which has no cuDNN
     failed = {
         row["name"] for found in rows.values() for row in found if row["note"] and not row["ms"]

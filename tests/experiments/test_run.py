@@ -47,7 +47,8 @@ def test_an_experiment_trains_extends_evaluates_and_says_which_arm_failed(
     assert done.returncode == 1, done.stderr
     saved = json.loads((tmp_path / "out/experiments/mine.json").read_text())
     assert saved["failed"].keys() == {"wrong"} and "yarn" in saved["failed"]["wrong"]
-    losses = {(arm, n): v for arm, _, measure, n, v in saved["rows"] if measure == "chunked"}
+    rows = [row for row in saved["rows"] if row[2] == "chunked"]
+    losses = {(arm, n): loss for arm, _, _, n, loss, _ in rows}
     assert losses.keys() == {(a, n) for a in ("rope", "rope-yarn", "ssmax") for n in (16, 32)}
     # YaRN changes nothing but RoPE, and evaluate.py measures the same of the same folder
     assert losses["rope", 16] != losses["rope-yarn", 16]
@@ -63,6 +64,35 @@ def test_an_experiment_trains_extends_evaluates_and_says_which_arm_failed(
     assert run_mine(MINE).returncode == 1
     report = (tmp_path / "out/experiments/mine.md").read_text()
     assert "| wrong | failed: seed 1:" in report and "(a single seed has no interval)" in report
+    assert f"`train --pos=rope` in {folder.parent.relative_to(tmp_path)}" in report
+
+
+def test_arms_of_other_tokens_are_not_judged(run_mine, tmp_path, character_data):
+    """evaluate.py says the same of the same folders; names of arms may have spaces."""
+    other = f"train --pos=rope --dataset={character_data} --max_iters=5"
+    text = MINE.replace(
+        '"wrong": ["train --pos=alibi", "extend --method=yarn"]', f'"of abc": "{other}"'
+    )
+    text = text.replace("--lengths=16,32", "--lengths=16").replace(
+        "rope-yarn@32 + ln 2", "of abc@16"
+    )
+    done = run_mine(text, "--seeds=1,2", "--arms=rope,of abc")
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "out/experiments/mine.json").read_text())
+    claim = (
+        "- chunked: rope@16 < of abc@16: not judged, for the arms were scored on other token ids"
+    )
+    assert saved["claims"] == [claim] and claim in done.stdout
+    assert "Of 1 claims 0 pass, 0 fail, 1 are not judged." in done.stdout
+    assert (
+        "unequal token ids: chunked compares arms within a group only: rope; of abc" in done.stdout
+    )
+    words = [f"{arm}={tmp_path / saved['folders'][arm][1]}" for arm in ("rope", "of abc")]
+    words += ["--lengths=16", "--protocol=chunked", "--max_tokens=512", "--device=cpu"]
+    command = [sys.executable, ROOT / "evaluate.py", *words]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    expected = re.findall(r"^unequal (?:steps|trained tokens|training data): .*", output, re.M)
+    assert len(expected) == 3 and saved["unequal"] == expected
 
 
 def test_a_second_seed_runs_only_what_is_new_and_arms_share_commands(run_mine, monkeypatch):
@@ -124,12 +154,15 @@ def test_the_code_that_counts_is_that_of_the_own_scheme(tmp_path, monkeypatch):
         ("rope@16 <", "ropes@16 <", [], "there is no arm 'ropes'"),
         ("chunked: rope@16", "chunky: rope@16", [], "there is no measure 'chunky'"),
         ("rope-yarn@32", "rope-yarn@64", [], "64 is not among --lengths"),
-        ("+ ln 2", "+ a bit", [], "is no claim"),
+        ("+ ln 2", "+ a bit", [], "there is no arm 'a bit'"),
+        (" < rope-yarn@32", " = rope-yarn@32", [], "is no claim"),
         ("rope-yarn@32", "rope-yarn@L", [], "state BUDGETS"),
         ("--lengths=16,32", "--lengths=16,2L", [], "in EVALUATE: give numbers"),
         ("", "", ["--budget=gpu"], "there is no budget 'gpu'"),
         ("", "", ["--seeds=1-3"], "or several, as in --seeds=1,2,3"),
         ("ARMS", "ARM", [], "states no ARMS"),
+        ('"ssmax"', '"a, b"', [], "arm 'a, b' is a number, or has a comma"),
+        ('"ssmax"', '"0.5"', [], "arm '0.5' is a number, or has a comma"),
         ("CLAIMS", "CLAIM", [], "did you mean CLAIMS?"),
         ("ARMS = {", "ARMS = {{", [], "mine.py cannot be run (SyntaxError"),
         ("", "", ["--redraw"], "mine.json, which is not there"),
@@ -205,6 +238,53 @@ def test_sums_are_paired_by_seed_and_numbers_go_into_the_bound():
     assert ": +1.000 ± 0.000, < 1.399: pass" in judged
     assert board.judge("chunked: nope@L < rope@L", measured) is None
     assert measured.cell("nope", "chunked", "L") == "not finite"
+
+
+def test_only_arms_of_the_same_tokens_are_compared_by_a_measure():
+    """Of a length that one arm lacks nothing is known; what follows from losses goes with them."""
+    rows = [["rope", 1, "chunked", 64, 1.0, "x"], ["rope", 1, "chunked", 256, 2.0, "y"]]
+    rows += [["alibi", 1, "chunked", 64, 1.5, "x"], ["nope", 1, "chunked", 64, 9.0, "z"]]
+    rows += [[arm, 1, "niah nats", 64, 3.0, "w"] for arm in ("rope", "nope")]
+    rows += [
+        [arm, 1, name, 0, 4.0] for arm in ("rope", "alibi", "nope") for name in ("gap", "seconds")
+    ]
+    measured = make_board("leaderboard", rows)
+    alike = {
+        (second, measure): measured.scored_alike(["rope", second], measure)
+        for second in ("alibi", "nope")
+        for measure in ("chunked", "niah nats", "gap", "seconds")
+    }
+    assert [pair for pair, same in alike.items() if not same] == [
+        ("nope", "chunked"),
+        ("nope", "gap"),
+    ]
+    assert "not judged, for" in board.judge("chunked: nope@64 > rope@256", measured)
+    assert measured.other_tokens("niah nats") == []
+
+
+def test_a_figure_marks_the_training_length_and_shows_curves_that_coincide(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(board.figures, "save", lambda figure, file: shown.append(figure))
+    lengths = (64, 256, 512, 2048)
+    rows = [[arm, 1, "last-quarter", n, 1.25] for arm in ("rope", "alibi") for n in lengths]
+    rows += [["nope", 1, "last-quarter", n, n / 64] for n in lengths]
+    measured = make_board("leaderboard", rows)
+    measured.unequal = ["unequal steps: 1 (a); 2 (b)"]
+    table = ("Loss", "last-quarter", ["L", "4L", "8L", "32L"])
+    board.plot_tables([table], measured, tmp_path / "a.png")
+    (axis,) = shown[0].axes
+    assert axis.get_ylabel() == "loss (last-quarter), nats per token"
+    assert axis.get_xlabel() == "context length, tokens"
+    assert "unequal steps: 1 (a); 2 (b)" in shown[0].get_supxlabel()
+    curves = [container[0] for container in axis.containers]
+    assert sorted(curve.get_ydata()[-1] for curve in curves) == [1.25, 1.25, 32.0]
+    (marked,) = [line for line in axis.lines if line.get_label() == "training length"]
+    assert set(marked.get_xdata()) == {64}  # L of the budget
+    first, second = (curve for curve in curves if curve.get_ydata()[-1] == 1.25)
+    assert first.get_linewidth() > second.get_linewidth() + 0.3
+    assert first.get_linestyle() != second.get_linestyle()
+    assert board.label_of("distance", {"distance": "tokens"}) == "distance, tokens"
+    assert board.label_of("niah accuracy", {}) == "niah accuracy, fraction of prompts"
 
 
 @pytest.mark.parametrize("name", run.available())

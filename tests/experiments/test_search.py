@@ -49,7 +49,7 @@ def test_the_table_extends_the_model(call, save_run, tmp_path):
 
 def test_figures_show_the_formulas(call, monkeypatch, tmp_path):
     shown = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, _: shown.append(self.axes))
+    monkeypatch.setattr("experiments.figures.save", lambda figure, _: shown.append(figure.axes))
     assert_success(call("experiments/figures.py", f"--out_dir={tmp_path}"))
     slopes = [line.get_ydata()[3] for line in shown[0][4].lines]
     assert slopes == pytest.approx([-3 * 2.0**-head for head in range(1, 9)])  # of ALiBi

@@ -1,16 +1,16 @@
 """Algorithmic tasks, and examples in a prompt: samples, scores, training."""
 
 import random
-from statistics import fmean, multimode
+from statistics import multimode
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from experiments import tasks
-from experiments.tasks import BOS, EOS, KEYS, SEP, TASKS
+from experiments.tasks import BOS, EOS, SEP, TASKS, VOCAB_SIZE
 
-CHARACTERS = "0123456789abcd+|,"  # of the token ids of all tasks but recall
+CHARACTERS = "0123456789abcd+|,"  # of the token ids
 
 
 def add_by_places(task, a, b):
@@ -56,31 +56,23 @@ def test_samples_are_right_and_only_y_and_eos_are_scored(task):
         y = tokens[middle + 1 :]
         assert tokens[0] == BOS
         assert len(x + y) <= per_unit * n + more + n % 2
-        if task == "recall":
-            digit_of = dict(zip(x[::2], x[1::2], strict=True))
-            assert len(digit_of) == n
-            assert set(digit_of) <= set(KEYS)
-            assert len(set(y[::2])) == (n + 1) // 2
-            assert [digit_of[key] for key in y[::2]] == y[1::2]
-        else:
-            text = "".join(CHARACTERS[i] for i in x)
-            assert "".join(CHARACTERS[i] for i in y) == solve(task, text)
-            n_marks = {"span": 2, "copy": 0, "reverse": 0, "majority": 0}.get(task, n + 1)
-            assert len(text) == n + n_marks
-        answers = [-1 if token in KEYS else token for token in y]
-        assert scored == [-1] * middle + answers + [EOS] + [-1] * n_padding
+        text = "".join(CHARACTERS[i] for i in x)
+        assert "".join(CHARACTERS[i] for i in y) == solve(task, text)
+        n_marks = {"span": 2, "copy": 0, "reverse": 0, "majority": 0}.get(task, n + 1)
+        assert len(text) == n + n_marks
+        assert scored == [-1] * middle + y + [EOS] + [-1] * n_padding
 
 
-@pytest.mark.parametrize("task", ["span", "scratchpad", "recall"])
+@pytest.mark.parametrize("task", ["span", "scratchpad"])
 def test_one_wrong_token_is_no_exact_match(task, monkeypatch):
     trained, tested, per_unit, more = TASKS[task]
     made, slips = [], 0
 
     def predict(tokens):  # each next token right, but the first scored one if it slips
         following = torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], EOS)), 1)
-        first = (tokens == SEP).int().argmax(1) + (task == "recall")
+        first = (tokens == SEP).int().argmax(1)
         following[torch.arange(len(tokens)), first] += slips
-        return torch.nn.functional.one_hot(following, KEYS.stop + 1)
+        return torch.nn.functional.one_hot(following, VOCAB_SIZE + 1)
 
     monkeypatch.setattr(tasks, "make_model", lambda pos, arm, size, _: made.append(size) or predict)
     monkeypatch.setattr(tasks, "train_on_samples", lambda *args: None)
@@ -88,7 +80,5 @@ def test_one_wrong_token_is_no_exact_match(task, monkeypatch):
     arm = SimpleNamespace(name=f"{task}/rope", seed=1, b=b, device=torch.device("cpu"))
     assert list(tasks.measure(arm).values()) == [1.0] * (tested + 2)
     arm.name, slips = f"{task}/learned", 1
-    wrong = [1 - 1 / ((n + 1) // 2) if task == "recall" else 0.0 for n in range(1, tested + 1)]
-    wrong += [fmean(wrong[:trained]), fmean(wrong[trained:])]
-    assert list(tasks.measure(arm).values()) == pytest.approx(wrong)
+    assert list(tasks.measure(arm).values()) == [0.0] * (tested + 2)
     assert made == [per_unit * n + more + 2 for n in (trained, tested)]  # learned: the latter

@@ -1,0 +1,141 @@
+"""Does a model use distant text: the gain of a longer context, by where the tokens before a target
+stood last (after Sun et al. 2021, arXiv 2109.09115).
+"""
+
+import hashlib
+from functools import partial
+
+import numpy as np
+
+from nanolong import devices
+from nanolong.evaluation import intervals, loss
+from nanolong.evaluation.log import Cell
+
+# Targets by the last earlier place of the three tokens that end with them: in the shorter context;
+# in the longer one alone; in neither; never in the document. pair far: targets whose two preceding
+# tokens stood in the longer context alone, whatever followed there.
+BUCKETS = ("all", "near", "far", "beyond", "new", "pair far")
+
+
+def last_places(tokens, n):
+    """Find where the n tokens that end at each index of a document stood last, before it.
+
+    tokens: a list of N ids. Returns the index of the first of these tokens at their last place,
+    int64 (N,); -1: they stood nowhere; -2: the document has no n tokens up to here.
+    """
+    places = np.full(len(tokens), -2)
+    seen = {}
+    for i in range(n - 1, len(tokens)):
+        gram = tuple(tokens[i - n + 1 : i + 1])
+        places[i] = seen.get(gram, -1)
+        seen[gram] = i - n + 1
+    return places
+
+
+def repeats_of(tokens, is_separator):
+    """Find the last places of trigrams and of pairs in the tokens of a file, document by document.
+
+    is_separator: bool (N,); a separator is part of no trigram. Returns places of trigrams that end
+    at each index, of pairs that end before it, and the number of each index's document.
+    """
+    trigrams, pairs = np.full(len(tokens), -2), np.full(len(tokens), -2)
+    starts = np.flatnonzero(is_separator)
+    for start, stop in zip([-1, *starts], [*starts, len(tokens)], strict=True):
+        part = slice(start + 1, stop)
+        for places, n in ((trigrams, 3), (pairs, 2)):
+            found = last_places(tokens[part].tolist(), n)
+            places[part] = np.where(found < 0, found, found + start + 1)
+    # of a pair that ends before a target, not at it
+    pairs = np.where(is_separator, -2, np.concatenate(([-2], pairs[:-1])))
+    return trigrams, pairs, np.cumsum(is_separator)
+
+
+def bucket_masks(trigrams, pairs, first_near, first_far):
+    """Put targets into buckets: {bucket: bool (N,)}.
+
+    trigrams, pairs: last places, of repeats_of(); first_near, first_far: index of the first token
+    that is visible to the targets in the shorter and in the longer context.
+    """
+    is_far = (trigrams < first_near) & (trigrams >= first_far) & (trigrams >= 0)
+    return {
+        "all": np.ones(len(trigrams), bool),
+        "near": (trigrams >= first_near) & (trigrams >= 0),
+        "far": is_far,
+        "beyond": (trigrams >= 0) & (trigrams < first_far),
+        "new": trigrams == -1,
+        "pair far": (pairs < first_near) & (pairs >= first_far) & (pairs >= 0),
+    }
+
+
+def plan(name, model, text, cfg):
+    """Return a cell for each context length of a checkpoint but the shortest."""
+    short, *others = sorted(set(cfg.lengths))
+    blank = {"checkpoint": name, "task": "loss", "protocol": "repeats"}
+    blank |= {"context": short, "stride": loss.aligned_stride(cfg.stride or short, [short])}
+    cells = []
+    for length in others:
+        records = [{**blank, "length": length, "bucket": bucket} for bucket in BUCKETS]
+        cells.append(Cell(records, partial(score, records, model, text, cfg), [cfg.max_tokens]))
+    return cells
+
+
+def score(blank, model, text, cfg):
+    """Return blank records of one length, one for each bucket, with losses and gains.
+
+    Both contexts score the same targets, as in token-aligned; intervals are over documents. Raises
+    UserError if a context is too long for the text or the model.
+    """
+    contexts = blank[0]["context"], blank[0]["length"]
+    ids = hashlib.sha256(text.hash.encode())
+    before, after = (context_losses(model, text, cfg, n, blank[0], ids) for n in contexts)
+    repeats = {}  # file -> repeats_of()
+    sums = {record["bucket"]: {} for record in blank}
+    for (near, *_, losses), (far, file, stop, longer) in zip(before, after, strict=True):
+        if file not in repeats:
+            tokens = np.asarray(text.val.tokens[file], np.int64)
+            repeats[file] = repeats_of(tokens, ~text.is_text(tokens))
+        targets = slice(stop - len(losses), stop)
+        trigrams, pairs, documents = (x[targets] for x in repeats[file])
+        rows = np.stack((longer, np.ones(len(losses)), losses - longer))
+        for bucket, chosen in bucket_masks(trigrams, pairs, near, far).items():
+            for document in np.unique(documents[chosen]):
+                key = file, int(document)
+                total = rows[:, chosen & (documents == document)].sum(1)
+                sums[bucket][key] = sums[bucket].get(key, 0) + total
+    return [make_record(record, sums[record["bucket"]], ids) for record in blank]
+
+
+def context_losses(model, text, cfg, length, record, ids):
+    """Score the targets of a record in contexts of this length; hash their token ids into ids.
+
+    Returns for each sequence the index in its file of its first visible token, the file, the index
+    after its last target, and the losses of its scored targets, float64.
+    """
+    split = text.val
+    dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
+    lengths = record["context"], record["length"]
+    placement = ("token-aligned", record["stride"], lengths)
+    sequences = loss.find_sequences(split, length, cfg.max_tokens, *placement)
+    found = []
+    for batch, x, y, losses in loss.sequence_losses(model, split, length, sequences, dtype):
+        ids.update(x.numpy().tobytes() + y.numpy().tobytes())
+        for (file, start, n_context), of_sequence in zip(batch, losses.numpy(), strict=True):
+            stop = start + length + split.extra_tokens
+            found.append((start, file, stop, of_sequence[n_context:]))
+    return found
+
+
+def make_record(blank, sums, ids):
+    """Add to a blank record the loss in the longer context, and the gain, its difference from the
+    shorter one's, with intervals over documents.
+
+    sums: by document the summed loss, the number of targets, and the summed gain.
+    """
+    if not sums:
+        return {**blank, "tokens": 0}
+    by_sequence = [[round(float(x), 6) for x in row] for row in sums.values()]
+    losses, tokens, gains = zip(*by_sequence, strict=True)
+    found = intervals.ratio_interval(losses, tokens)
+    record = {**blank, "loss": found.pop("mean"), **found, "tokens": round(sum(tokens))}
+    record["gain"] = intervals.ratio_interval(gains, tokens)
+    return {**record, "by_sequence": by_sequence, "ids": ids.hexdigest()[:16]}
