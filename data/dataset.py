@@ -50,6 +50,7 @@ class Stream(Protocol):
     def batch(self, first, batch_size, length, seed, max_position):
         """Read the sequences from number `first` on, each a function of (seed, number).
 
+        max_position: if not 0, sequences are skip-wise (PoSE), with positions below it.
         Returns NumPy arrays (batch_size, length) int64: inputs, targets (-1 is not scored),
         positions or None, document ids or None (with them, set separate_docs of TrainConfig).
         """
@@ -477,22 +478,14 @@ class Dataset(Text, Stream):
         return x * 0 if self.train.masked_file else (x == self.separator).cumsum(-1)
 
     def batch(self, first, batch_size, length, seed, max_position=0):
-        """Read a training run's sequences from number `first` on, each a function of (seed,
-        number): inputs and targets, int64 (batch_size, length), positions or None, and document ids
-        or None.
-
-        max_position: if not 0, sequences are skip-wise (PoSE), with positions below it.
-        """
-        sequences = []
-        for i in range(first, first + batch_size):
-            sequences.append(self.training_sequence(i, length, seed, max_position))
+        """Read training sequences: Stream.batch()."""
+        numbers = range(first, first + batch_size)
+        sequences = [self.training_sequence(i, length, seed, max_position) for i in numbers]
         columns = zip(*sequences, strict=True)
         return tuple(None if column[0] is None else np.stack(column) for column in columns)
 
     def training_sequence(self, index, length, seed, max_position):
-        """Read sequence `index` of a training run: inputs, targets, positions or None, and document
-        ids or None.
-        """
+        """Read sequence `index` of a training run: what batch() returns, of one sequence."""
         file, start = self.train.training_location(index, length, seed)
         if max_position:
             rng = generator(seed, index)

@@ -110,33 +110,27 @@ def make_task(kind, size, rng, depth):
     needle, question = TEXTS[size][kind]
     if kind == "fwe":
         return Task([f" {word}" for word in words], [], 0, question, " ".join(words[:ANSWERS]))
-    if kind == "vt":
-        # a variable is assigned before another is assigned from it
-        depths.sort()
-        values = [values[0], *words]
-    elif kind in ("nth", "last"):
-        return make_ordered_task(kind, size, rng, words[0], values, depths)
-    elif depth is not None:
-        depths[0] = depth
-    needles = [(depths[i], needle.format(words[i], values[i])) for i in range(several)]
-    if kind == "vt":
-        answer = " ".join(words[:several])
-        return Task(FILLER[size], needles, several, question.format(values[0]), answer)
-    kept = needles if kind == "multikey" else needles[:1]
-    return Task(FILLER[size], kept, 1, question.format(words[0]), values[0])
-
-
-def make_ordered_task(kind, size, rng, key, values, depths):
-    """Make a task that only the order of the values answers."""
+    if kind in ("niah", "multikey"):
+        # the first needle answers
+        if depth is not None:
+            depths[0] = depth
+        n_needles = 1 if kind == "niah" else several
+        needles = [(depths[i], needle.format(words[i], values[i])) for i in range(n_needles)]
+        return Task(FILLER[size], needles, 1, question.format(words[0]), values[0])
+    # their order counts: a variable is assigned before another is assigned from it
     depths.sort()
-    needle, question = TEXTS[size][kind]
-    needles = [(depths[i], needle.format(key, value)) for i, value in enumerate(values)]
-    asked = len(values) - 1
-    which = "last"
-    if kind == "nth":
-        asked = int(rng.integers(len(values)))
-        which = ORDINALS[asked]
-    return Task(FILLER[size], needles, len(needles), question.format(key, which), values[asked])
+    if kind == "vt":
+        pairs = zip(words[:several], [values[0], *words[: several - 1]], strict=True)
+        question = question.format(values[0])
+        answer = " ".join(words[:several])
+    else:
+        number = int(rng.integers(several)) if kind == "nth" else several - 1
+        which = ORDINALS[number] if kind == "nth" else "last"
+        pairs = [(words[0], value) for value in values]
+        question = question.format(words[0], which)
+        answer = values[number]
+    needles = [(place, needle.format(*pair)) for place, pair in zip(depths, pairs, strict=True)]
+    return Task(FILLER[size], needles, several, question, answer)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -49,14 +49,6 @@ ROWS_REMEDY = (
     'write a list, or a row a line, each with a "text" (of messages, all of a conversation), or '
     "name it .txt"
 )
-COMPRESSED = "compressed: unpack it first"
-UTF_16 = "UTF-16: convert it first (iconv -f UTF-16 -t UTF-8)"
-# first bytes of some files that are no text -> remedy: gzip, bzip2, xz, zstd and zip first
-KINDS = {
-    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4"): COMPRESSED,
-    (b"PAR1", b"ARROW1"): "a table (Parquet or Arrow): write its texts to a .jsonl file first",
-    (b"\xff\xfe", b"\xfe\xff"): UTF_16,
-}
 # where most vocabularies end a token: before a word, after a line, and after a mark of Chinese
 CUTS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=\S\n)(?=\S)|(?<=[。，、])(?=\w)")
 
@@ -136,26 +128,14 @@ def download(url, file, instruction):
 
 
 def why_no_text(path):
-    """Say why a file is no text, which is UTF-8 without zero bytes, and the remedy; None if it is.
-
-    Its first bytes only choose the words.
-    """
-    problem = "not UTF-8: convert it first"
+    """Say why a file is no text, UTF-8 without zero bytes, and the remedy; None if it is one."""
+    problem = "not UTF-8"
     with contextlib.suppress(UnicodeDecodeError), open(path, encoding="utf-8", newline="") as f:
         parts = iter(lambda: f.read(PART), "")
         if not any("\0" in part for part in parts):
             return None if path.stat().st_size else "empty: give a text"
-        problem = "not text, but has zero bytes: convert it first"
-    with open(path, "rb") as f:
-        start = f.read(4096)
-    for marks, reason in KINDS.items():
-        if start.startswith(marks):
-            return reason
-    # every second byte of most texts is 0, and no other
-    zeros = sorted(start[i::2].count(0) for i in (0, 1))
-    if zeros[0] == 0 and zeros[1] > max(4, len(start) // 4):
-        return UTF_16
-    return problem
+        problem = "not UTF-8 text, for it has zero bytes"
+    return f"{problem}: unpack it, convert it by iconv, or write its texts to a .jsonl file"
 
 
 def open_documents(name, path, as_bytes=False):

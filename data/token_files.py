@@ -69,19 +69,17 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
         return np.memmap(file, dtype, "r", HEADER_BYTES)
     # without a header only the values show damage
     require(size and size % 2 == 0, damage)
-    with open(file, "rb") as f:
-        is_numpys = f.read(6) == b"\x93NUMPY"
-    remedy = "write its ids again by data.write_tokens(file, ids, vocab_size)"
-    require(not is_numpys, f"{file} is a file of numpy.save(), and no token file: {remedy}")
     tokens = np.memmap(file, "<u2", "r")
     n = len(tokens) // 2 * 2
     low, high = tokens[:n].reshape(-1, 2)[:: max(1, n // 8192)].T
     # of wider integers the upper half is 0, or small because the vocabulary is
     is_wider = len(low) >= 8 and (high.max() < 16 <= low.max() or high.max() == 0 < low.max())
+    is_numpys = tokens[:3].tobytes() == b"\x93NUMPY"
     require(
-        vocab_size <= 1 << 16 and not is_wider,
-        f"{file} has no header, so it should be uint16, as nanoGPT's files are, but it holds "
-        f"integers of 4 or 8 bytes, or its vocabulary is above 65,536: {remedy}",
+        vocab_size <= 1 << 16 and not is_wider and not is_numpys,
+        f"{file} has no header, so it should be uint16, as nanoGPT's files are, but it is a file "
+        "of numpy.save(), holds integers of 4 or 8 bytes, or its vocabulary is above 65,536: write "
+        "its ids again by data.write_tokens(file, ids, vocab_size)",
     )
     return tokens
 

@@ -163,8 +163,13 @@ class ImportedTokenizer(Tokenizer):
 
     @functools.cached_property
     def package(self):
-        """The tokenizers.Tokenizer, which takes up to a second to load."""
-        package, settings = load_tokenizer_json(self.text), self.settings
+        """The tokenizers.Tokenizer, which takes up to a second to load; special tokens are text."""
+        tokenizers, settings = tokenizers_package(), self.settings
+        with rust_errors("tokenizer.json is damaged", "download it again"):
+            package = tokenizers.Tokenizer.from_str(self.text)
+        package.no_truncation()
+        package.no_padding()
+        package.encode_special_tokens = True
         with rust_errors("the tokens of tokenizer_config.json are damaged", "download it again"):
             add_tokens(package, settings, self.limit)
         return package
@@ -207,8 +212,9 @@ class ImportedTokenizer(Tokenizer):
             self.package.encode_special_tokens = True
 
     @functools.cached_property
-    def is_byte_level(self):
-        """Whether the decoder is byte-level, and not sentencepiece's; UserError for others."""
+    def token_bytes(self):
+        """The bytes of every id; none for special tokens and for ids that are only padding."""
+        # the decoder says how a token is written
         spec = json.loads(self.package.decoder.__getstate__()) if self.package.decoder else {}
         types = {str(step.get("type")) for step in spec.get("decoders", [spec])}
         is_byte_level = "ByteLevel" in types
@@ -218,18 +224,13 @@ class ImportedTokenizer(Tokenizer):
             "sentencepiece's, so that no token stands for text of its own: remove the file to work "
             "on token ids alone",
         )
-        return is_byte_level
-
-    @functools.cached_property
-    def token_bytes(self):
-        """The bytes of every id; none for special tokens and for ids that are only padding."""
         byte_of = byte_level_alphabet()
         added = {token.content for token in self.package.get_added_tokens_decoder().values()}
         token_bytes = [b""] * self.vocab_size
         for token, i in self.package.get_vocab().items():
             if token in self.special_tokens or i >= self.vocab_size:
                 continue
-            if self.is_byte_level:
+            if is_byte_level:
                 is_text = token in added or not byte_of.keys() >= set(token)
                 token_bytes[i] = token.encode() if is_text else bytes(byte_of[c] for c in token)
             elif re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
@@ -281,17 +282,6 @@ def tokenizers_package():
     import tokenizers
 
     return tokenizers
-
-
-def load_tokenizer_json(text: str):
-    """Return the tokenizers.Tokenizer of a tokenizer.json, which takes special tokens for text."""
-    tokenizers = tokenizers_package()
-    with rust_errors("tokenizer.json is damaged", "download it again"):
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
 
 
 def token_text(settings, name):

@@ -80,7 +80,7 @@ def selective_checkpoint(block):
 
     These are its arguments and attention's output and log-sum-exp, whichever kernel computes them.
     The backward pass recomputes the rest, with the same dropout. If attention is written out in
-    plain PyTorch (a bias with gradient, relative vectors), no activation of it is kept.
+    plain PyTorch (a bias with gradient, plain chunks of queries), no activation of it is kept.
     """
     make_contexts = checkpoint.create_selective_checkpoint_contexts
     options = {"context_fn": functools.partial(make_contexts, _save_attention)}

@@ -13,7 +13,7 @@ A rotation is orthogonal, so the backward pass is the same kernel with the angle
 same attention factor in cos and sin, if there is one).
 
 Why a kernel: memory bandwidth is the limit, and eager PyTorch makes five passes over each number.
-Here a program takes a few tokens, loads their cos and sin once and uses them for a group of heads.
+Here a program takes a few tokens, loads their cos and sin once and uses them for groups of heads.
 The arithmetic is float32 whatever the dtype: in bfloat16, cos and sin would no longer tell distant
 positions apart.
 """
@@ -24,31 +24,7 @@ import triton.language as tl
 
 from .flash import DTYPES, as_rows, empty_output, require
 
-GROUP = tl.constexpr(4)  # heads of a program
-
-
-@triton.jit
-def _rotate_heads(x, y, b, first, n, t, cos, sin, T, D: tl.constexpr, HALF: tl.constexpr):
-    """Rotate heads first .. first + GROUP - 1 of n of x into y: tokens t, by their cos and sin."""
-    c = tl.arange(0, cos.shape[1])[None, :]
-    dtype = y.ptr.dtype.element_ty
-    for i in tl.static_range(GROUP):
-        # int64: a head index times its stride can pass 2^31
-        h = (first + i).to(tl.int64)
-        mask = ((t < T) & (h < n))[:, None]
-        source = x.ptr + b * x.b + h * x.h + t[:, None] * x.t
-        target = y.ptr + b * y.b + h * y.h + t[:, None] * y.t
-        # the two halves that are rotated with each other, each a contiguous run
-        of_half = mask & (c < HALF)
-        left = tl.load(source + c, mask=of_half, other=0.0).to(tl.float32)
-        right = tl.load(source + HALF + c, mask=of_half, other=0.0).to(tl.float32)
-        tl.store(target + c, (left * cos - right * sin).to(dtype), mask=of_half)
-        tl.store(target + HALF + c, (right * cos + left * sin).to(dtype), mask=of_half)
-        # the channels that pass through
-        if 2 * HALF < D:
-            rest = 2 * HALF + tl.arange(0, triton.next_power_of_2(D - 2 * HALF))[None, :]
-            of_rest = mask & (rest < D)
-            tl.store(target + rest, tl.load(source + rest, mask=of_rest), mask=of_rest)
+GROUP = tl.constexpr(4)  # heads of a program, of the queries and of the keys
 
 
 @triton.jit
@@ -57,14 +33,14 @@ def _rotate_kernel(
     D: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, BT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate BT tokens of one sequence, for GROUP heads of the queries or of the keys.
+    """Rotate BT tokens of one sequence, for GROUP heads of the queries and of the keys.
 
     HALF: R/2. HALF_P2: that, rounded up to a power of two.
     """
-    group = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    # int64: a token index times its stride can pass 2^31
+    # int64: a token or head index times its stride can pass 2^31
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    first = tl.program_id(1).to(tl.int64) * GROUP
     c = tl.arange(0, HALF_P2)[None, :]
     # the angles, of all heads
     mask = (t < T)[:, None] & (c < HALF)
@@ -73,13 +49,24 @@ def _rotate_kernel(
     sin = tl.load(SIN.ptr + at, mask=mask, other=0.0)
     if INVERSE:
         sin = -sin
-    # first the groups of query heads, then the groups of key heads
-    q_groups = tl.cdiv(H, GROUP)
-    if group < q_groups:
-        _rotate_heads(Q, Q_OUT, b, group * GROUP, H, t, cos, sin, T, D, HALF)
-    else:
-        first = (group - q_groups) * GROUP
-        _rotate_heads(K, K_OUT, b, first, HK, t, cos, sin, T, D, HALF)
+    for part in tl.static_range(2):
+        x, y, n = ((Q, Q_OUT, H), (K, K_OUT, HK))[part]
+        dtype = y.ptr.dtype.element_ty
+        for i in tl.static_range(GROUP):
+            mask = ((t < T) & (first + i < n))[:, None]
+            source = x.ptr + b * x.b + (first + i) * x.h + t[:, None] * x.t
+            target = y.ptr + b * y.b + (first + i) * y.h + t[:, None] * y.t
+            # the two halves that are rotated with each other, each a contiguous run
+            of_half = mask & (c < HALF)
+            left = tl.load(source + c, mask=of_half, other=0.0).to(tl.float32)
+            right = tl.load(source + HALF + c, mask=of_half, other=0.0).to(tl.float32)
+            tl.store(target + c, (left * cos - right * sin).to(dtype), mask=of_half)
+            tl.store(target + HALF + c, (right * cos + left * sin).to(dtype), mask=of_half)
+            # the channels that pass through
+            if 2 * HALF < D:
+                rest = 2 * HALF + tl.arange(0, triton.next_power_of_2(D - 2 * HALF))[None, :]
+                of_rest = mask & (rest < D)
+                tl.store(target + rest, tl.load(source + rest, mask=of_rest), mask=of_rest)
 
 
 def empty_outputs(q, k, *others):
@@ -102,7 +89,7 @@ def _rope(
     # a tile of 4 KiB of bfloat16: each thread loads and stores 16 bytes at a time
     BT = max(1, 2048 // triton.next_power_of_2(D))
     HK = k.shape[1]
-    groups = triton.cdiv(H, GROUP.value) + triton.cdiv(HK, GROUP.value)
+    groups = triton.cdiv(max(H, HK), GROUP.value)
     with torch.cuda.device_of(q):  # Triton launches kernels on the current device
         _rotate_kernel[triton.cdiv(T, BT), groups, B](
             *map(as_rows, (q, k, q_out, k_out, *tables)), H, HK, T,

@@ -40,9 +40,8 @@ def load_entry(file, positions):
         return name
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    known = sys.modules.get(name, module)
-    if Path(getattr(known, "__file__", None) or "") == file.absolute():
-        sys.modules[name] = module  # where torch.compile looks for the functions of the file
+    # where torch.compile looks for the functions of the file; of another module, none is lost
+    sys.modules.setdefault(name, module)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -78,20 +77,14 @@ def check_scheme(model):
     H = config.n_head
     n = H + 3  # so that a table over distances never looks like slopes (H,)
     bias = scheme.bias(n, 0)
+    is_float32 = torch.is_tensor(bias) and bias.dtype == torch.float32
+    shapes = [(H,), *((H, m) for m in range(1, n + 1))]
     found = f"{tuple(bias.shape)} in {bias.dtype}" if torch.is_tensor(bias) else f"{bias!r}"
     require(
-        bias_fits(bias, n, H),
+        bias is None or (is_float32 and bias.shape in shapes),
         f"{name}.bias(n, layer) must return None, or slopes ({H},) or a table ({H}, m) in float32, "
         f"m <= n: for n = {n} it returns {found}",
     )
-
-
-def bias_fits(bias, n, H):
-    """Whether kernels.attention() takes this bias of n keys and H heads."""
-    if bias is None:
-        return True
-    is_float32 = torch.is_tensor(bias) and bias.dtype == torch.float32
-    return is_float32 and bias.shape in [(H,), *((H, m) for m in range(1, n + 1))]
 
 
 def hash_sources(entry=()):

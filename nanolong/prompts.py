@@ -23,10 +23,11 @@ class Prompt:
 
 def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
     """Return the prompts of --start: the text, the text of FILE:PATH, or every line of @PATH."""
-    start, found = cfg.start, []
-    texts = [start]
-    if start.startswith(("FILE:", "@")):
-        texts = texts_of_file(Path(start.removeprefix("@").removeprefix("FILE:")), start[0] == "@")
+    found = []
+    texts = [cfg.start]
+    if cfg.start.startswith(("FILE:", "@")):
+        path = Path(cfg.start.removeprefix("@").removeprefix("FILE:"))
+        texts = texts_of_file(path, cfg.start[0] == "@")
     # bos starts the next document
     end_ids = {tokenizer.bos, *tokenizer.ends} - {None}
     for text in texts:

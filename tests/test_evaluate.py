@@ -164,7 +164,7 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
     make().save(tmp_path / "nameless/step-000001")
     for checkpoint, words, phrases in (
         (run, [f"--text={tmp_path}/gone.txt"], ("gone.txt cannot be used", "no such file")),
-        (run, [f"--text={binary}"], ("binary is not UTF-8: convert it first",)),
+        (run, [f"--text={binary}"], ("binary is not UTF-8: unpack it, convert",)),
         (tmp_path / "nameless", [f"--text={text_file}"], ("tokenizer", "nameless", "--dataset")),
         (run, [], ("give --text=FILE, or --dataset", f"--tokenizer={run} --name=NAME")),
         (f"\x07={run}", [f"--text={text_file}"], ("cannot be printed: give NAME=FOLDER",)),

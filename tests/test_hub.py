@@ -306,6 +306,7 @@ def rope(kind, **values):
 
 HOSTILE = {
     "another family": (change(model_type="falcon"), "'falcon' is not one of: llama"),
+    "a family of earlier versions": (change(model_type="stablelm"), "'stablelm' is not one of"),
     "quantized": (change(quantization_config={"bits": 4}), "is quantized"),
     "an adapter": (write("adapter_config.json", "{}"), "holds an adapter (LoRA)"),
     "no JSON": (write("config.json", "[" * 10**6), "config.json cannot be used (RecursionError"),
@@ -416,13 +417,6 @@ def test_a_bug_of_ours_is_to_be_reported(hf, tmp_path, monkeypatch, call):
     done = call("hf.py", "import", hf(), tmp_path / "run")
     sentence = assert_refused(done, "(KeyError: ", "please report it")
     assert "download" not in sentence
-
-
-def test_a_stablelm_whose_layers_are_parallel_is_refused(hf, tmp_path, call):
-    place = hf("stablelm", use_parallel_residual=True)
-    assert_refused(
-        call("hf.py", "import", place, tmp_path / "run"), "use_parallel_residual is true"
-    )
 
 
 def test_a_run_and_an_export_are_not_written_over(hf, tmp_path, call):

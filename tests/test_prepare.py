@@ -117,7 +117,7 @@ def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
     write_folder(tmp_path / "src")
     dataset = data.Dataset(prepare_text(tmp_path / "src", "folder"))
     printed = capsys.readouterr().out
-    assert "left out picture.png (not UTF-8: convert it first)\n" in printed
+    assert "left out picture.png (not UTF-8: unpack it, " in printed
     train, val = (
         bytes(token for token in split.tokens[0].tolist() if token < 256)
         for split in (dataset.train, dataset.val)
@@ -256,7 +256,7 @@ def test_the_bytes_of_what_is_no_text_are_taken_if_they_are_asked_for(
     file = tmp_path / "src" / f"file.{kind}"
     file.parent.mkdir()
     file.write_bytes(content)
-    reason = "a table" if kind in ("parquet", "arrow") else "not "
+    reason = "not UTF-8"
     done = call("data/prepare.py", file, "--name=x")
     assert_refused(done, f"file.{kind} is {reason}", "or give --tokenizer=bytes for its bytes")
     for tokenizer in (data.ByteTokenizer(), data.CharTokenizer("a")):
@@ -298,11 +298,15 @@ def test_text_that_looks_like_a_separator_is_noted(name, tmp_path, data_folder, 
 @pytest.mark.parametrize(
     "name, content, reason",
     [
-        ("a.txt", gzip.compress(TEXT.encode(), mtime=0), "compressed: unpack it first"),
-        ("a.txt", TEXT.encode("utf-16"), "UTF-16: convert it first"),
-        ("a.txt", TEXT.encode("utf-16-le"), "UTF-16: convert it first"),
-        ("a.txt", TEXT.encode("latin-1", "replace"), "not UTF-8: convert it"),
-        ("a.json", TEXT.encode("latin-1", "replace"), "not UTF-8: convert it"),
+        ("a.txt", gzip.compress(TEXT.encode(), mtime=0), "not UTF-8: unpack it, convert"),
+        ("a.txt", TEXT.encode("utf-16"), "not UTF-8: unpack it, convert"),
+        (
+            "a.txt",
+            "abc".encode("utf-16-le"),
+            "not UTF-8 text, for it has zero bytes: unpack it, convert",
+        ),
+        ("a.txt", TEXT.encode("latin-1", "replace"), "not UTF-8: unpack it, convert"),
+        ("a.json", TEXT.encode("latin-1", "replace"), "not UTF-8: unpack it, convert"),
         ("a.jsonl", b'{"text": "a"}\n{"messages": []}', 'JSON without a "text" in line 2'),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}', 'JSON without a "text" in line 2'),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": "', "no JSON in line 3"),

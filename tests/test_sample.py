@@ -68,7 +68,7 @@ def test_the_prompt_may_come_from_a_file(call, save_run, tmp_path):
     (tmp_path / "prompt.txt").write_bytes("café".encode("utf-16"))
     for start in ("FILE:prompt.txt", "@prompt.txt"):
         done = call("sample.py", *words, f"--start={start}", cwd=tmp_path)
-        assert_refused(done, "prompt.txt is UTF-16: convert it first")
+        assert_refused(done, "prompt.txt is not UTF-8: unpack it, convert it")
 
 
 def test_a_step_that_cannot_be_compiled_is_refused_before_the_wait_is_announced(call, save_run):

@@ -207,10 +207,10 @@ def plot_curves(runs, file):
     for folder in runs.values():
         steps, _ = read_losses(folder, "val_bits_per_byte" if in_bits else "loss")
         require(steps, f"{folder} has logged no {missing}: name runs that have logged some")
-    plt = import_pyplot(file)
-    if plt is None:
+    figure, axes = new_figure(file, 1, 1, (5.6, 3.6), title="", note="")
+    if figure is None:
         return False
-    figure, axis = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    axis = axes[0]
     for number, (name, folder) in enumerate(runs.items()):
         style = curve_style(number)
         validation = read_losses(folder, "val_bits_per_byte" if in_bits else "val_loss")
@@ -225,7 +225,6 @@ def plot_curves(runs, file):
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     save(figure, file)
-    plt.close(figure)
     return True
 
 

@@ -101,11 +101,10 @@ def ask(records, model, tokenizer, dtype):
 def make_prompts(record, tokenizer, bos, needles):
     """Return inputs and targets of each prompt, int64; targets before the answer are -1."""
     kind, length, seed, depth = (record[name] for name in ("kind", "length", "seed", "depth"))
-    prompts = []
-    for sample in range(record["trials"]):
-        what = (kind, tokenizer, length, seed, sample, bos, needles, depth)
-        prompts.append(make_document(*what))
-    return prompts
+    return [
+        make_document(kind, tokenizer, length, seed, sample, bos, needles, depth)
+        for sample in range(record["trials"])
+    ]
 
 
 def answer_prompts(model, prompts, dtype, seed):

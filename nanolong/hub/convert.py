@@ -27,10 +27,9 @@ from nanolong.hub.rope import read_rope, write_rope
 
 # Settings that an export computes or may leave out. Every other one has a value that its family
 # names, or its default: a new one is refused until an export computes it.
-FREE = {*FIELDS, "embed_scale", "attn_scale", "dropout", "extension", "window", "layer_pattern"}
-FREE |= {"rope_base", "rope_local_base", "rope_fraction", "p_rope"}
+FREE = set(FIELDS) - {"mlp"} | {"embed_scale", "attn_scale", "dropout", "extension"}
+FREE |= {"rope_base", "rope_local_base", "rope_fraction", "p_rope", "window", "layer_pattern"}
 FREE |= {"score_scale_length", "score_scale_coefficient"}
-FREE -= {"mlp"}
 
 # -----------------------------------------------------------------------------
 # Import
@@ -103,7 +102,7 @@ def fold_gpt2(stored, c):
 
 
 def read_settings(c, family, stored):
-    """Return the settings of GPTConfig for a config; a model has the biases that are stored."""
+    """Return the settings of GPTConfig for a config; stored: name -> tensor."""
     fields = FIELDS | family.fields
     # the settings of the family, then those in its config
     settings = {ours: choices[0] for ours, choices in family.has.items()}
@@ -123,9 +122,6 @@ def read_settings(c, family, stored):
         embedding = next(module for module, held in family.top.items() if held == "embed")
         tied = torch.equal(stored["lm_head.weight"], stored[f"{embedding}.weight"])
         settings["tie_embeddings"] = tied
-    if len(family.has["bias"]) > 1:
-        has_bias = [any(name.endswith(f"{x}_proj.bias") for name in stored) for x in "qo"]
-        settings["bias"] = ("none", "qkv", "all")[sum(has_bias)]
     if settings["pos"] == "rope":
         settings |= read_layers(c, family)
     return settings | family.read(c)
@@ -158,8 +154,6 @@ def read_layers(c, family):
     uses_window = [kinds[kind] for kind in types]
     bases = getattr(c, "layer_rope_theta", None)
     uses_rope = getattr(c, "no_rope_layers", None) or bases or [1] * n_layer
-    if "WN" in family.patterns and any(uses_window):
-        uses_rope = uses_window
     if getattr(c, "position_embedding_type", "rope") != "rope":
         uses_rope = [0] * n_layer
     settings = read_rope(c, uses_window)

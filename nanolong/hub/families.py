@@ -153,12 +153,6 @@ def read_ministral3(c):
     return {"score_scale_length": int(length), "score_scale_coefficient": coefficient}
 
 
-def read_stablelm(c):
-    problem = "use_parallel_residual is true, and a StableLM here has one after the other"
-    require(not c.use_parallel_residual, f"{problem}: choose another checkpoint")
-    return {}
-
-
 def read_mpt(c):
     attention = c.attn_config
     require(
@@ -181,13 +175,6 @@ def write_gemma3(config):
     is_regular = config.layer_pattern == "W" * (n - 1) + "F"
     older = {"sliding_window_pattern": n} if is_regular else {}
     return write_layer_types(config) | {"query_pre_attn_scalar": config.head_dim} | older
-
-
-def write_exaone4(config):
-    """The pattern is written in its old form too: L with a window, and G without."""
-    letters = ["GL"[config.uses_window(i)] for i in range(config.n_layer)]
-    older = {"sliding_window_pattern": "".join(letters)} if config.window else {}
-    return write_layer_types(config) | older
 
 
 def read_granite(c):
@@ -336,27 +323,6 @@ FAMILIES = {
             write_window(config) | {"original_max_position_embeddings": config.original_length}
         ),
     ),
-    "starcoder2": derive(
-        LLAMA,
-        {"norm": ("layernorm",), "mlp": ("gelu", "gelu_exact"), "bias": ("none", "all")},
-        {"norm_eps": "norm_epsilon"},
-        layer=NORMS | ATTENTION | table("mlp.c_fc=mlp.up mlp.c_proj=mlp.down"),
-        patterns=("F", "W"),
-        write=lambda config: write_window(config) | {"use_bias": config.bias == "all"},
-    ),
-    "stablelm": derive(
-        LLAMA,
-        {"norm": ("layernorm",), "bias": ("none", "qkv")},
-        {"norm_eps": "layer_norm_eps", "head_dim": None},
-        partial=True,
-        read=read_stablelm,
-        write=lambda config: {"use_qkv_bias": config.bias == "qkv"},
-    ),
-    "seed_oss": derive(
-        LLAMA,
-        {"bias": ("none", "qkv")},
-        write=lambda config: {"attention_bias": config.bias == "qkv"},
-    ),
     "bloom": derive(
         GPT2,
         {"mlp": ("gelu",), "pos": ("alibi",), "tie_embeddings": (False,)},
@@ -380,8 +346,6 @@ FAMILIES = {
     ),
     "olmo2": OLMO2,
     "olmo3": derive(OLMO2, patterns=("FW",), by_kind=True, write=write_layer_types),
-    # in a model with windows the layers without one have no positions either
-    "exaone4": derive(OLMO2, {"qk_norm": ("head",)}, patterns=("F", "WN"), write=write_exaone4),
     # its files say another activation function than the one it was trained with
     "gemma": derive(
         LLAMA,

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from nanolong.hub.families import FAMILIES
 from nanolong.hub.rope import by_kind
 from nanolong.hub.verify import as_user_error
 from nanolong.run import sync
+from nanolong.strict_json import write_json
 from nanolong.tokenizer_files import FILES
 
 # no folder below the first, and no second copy of the weights, as Mistral's have
@@ -140,15 +142,11 @@ def write_folder(folder, theirs, tokenizer):
     theirs.save_pretrained(folder, max_shard_size=MAX_FILE_SIZE)
     file = folder / "config.json"
     values = add_older_fields(json.loads(file.read_text(encoding="utf-8")))
-    write_json(file, values)
+    write_json(file, values, indent=2)
     ids = {name: values.get(name) for name in ("bos_token_id", "eos_token_id")}
-    write_json(folder / "generation_config.json", ids)
+    write_json(folder / "generation_config.json", ids, indent=2)
     for weights in folder.glob("*.safetensors"):  # which else only their owner can read
         shutil.copymode(file, weights)
-
-
-def write_json(file, values):
-    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def add_older_fields(values):
@@ -178,16 +176,12 @@ def whole(target, write):
         not target.exists() or (target.is_dir() and not any(target.iterdir())),
         f"{target} exists already: remove it, or choose another",
     )
-    part = target.parent / f".tmp-{target.name}"
-    shutil.rmtree(part, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=target.parent) as tmp:
+        part = Path(tmp) / target.name
         write(part)
         for file in (*part.glob("*"), part):
             sync(file)
         if target.exists():
             target.rmdir()
         os.rename(part, target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        part.unlink(missing_ok=True)

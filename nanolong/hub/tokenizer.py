@@ -6,7 +6,6 @@ from data.tokenizer import (
     ByteTokenizer,
     ImportedTokenizer,
     byte_level_alphabet,
-    load_tokenizer_json,
     tokenizer_from_json,
 )
 from nanolong import tokenizer_files
@@ -27,7 +26,8 @@ def make_exported(tokenizer, adds_bos: bool, length: int):
     text = tokenizer.text
     # transformers lets tokenizer.json decide about bos
     if adds_bos and tokenizer_files.first_special_id(tokenizer) is None:
-        package = load_tokenizer_json(text)
+        # not the tokenizer's own package, which has to stay as it is
+        package = ImportedTokenizer({"tokenizer.json": text.encode()}).package
         put_first(package, tokenizer.bos)
         text = package.to_str()
     eos = tokenizer.bos if tokenizer.eos is None else tokenizer.eos

@@ -232,9 +232,9 @@ def find_tokenizer(model, own, named):
 
 # what mlx-lm 0.32.2 computes as transformers does: without a window, only with RoPE that is not
 # scaled, and with a window
-MLX_LM = {*"llama mistral ministral3 qwen2 qwen3 smollm3 phi3 seed_oss olmo2 granite".split()}
-MLX_LM_PLAIN = {"gemma", "stablelm"}
-MLX_LM_WINDOW = {"olmo3", "gemma3_text", "exaone4"}
+MLX_LM = {*"llama mistral ministral3 qwen2 qwen3 smollm3 phi3 olmo2 granite".split()}
+MLX_LM_PLAIN = {"gemma"}
+MLX_LM_WINDOW = {"olmo3", "gemma3_text"}
 
 
 def note_clients(c, config):
