@@ -7,7 +7,7 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, main. At most 510 lines. A sequence is a function of (seed, its number in the run), so a run
+loop, main. At most 520 lines. A sequence is a function of (seed, its number in the run), so a run
 is the same on any number of processes, and one that was stopped resumes with the same bits.
 """
 

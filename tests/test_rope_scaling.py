@@ -132,7 +132,7 @@ def assert_close(found, expected, rel=5e-5):
     assert (found - expected).abs().max() < rel * expected.abs().max()
 
 
-@pytest.mark.parametrize("T", [5, 16, 17, 33, 53, 77, 200])
+@pytest.mark.parametrize("T", [5, 16, 17, 33, 53, 77, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "method, options",
     [
