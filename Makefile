@@ -19,6 +19,8 @@ DEMO ?= out/demo
 STAGES ?= out/stages
 JOBS ?= 2
 PY = .venv/bin/python
+# the versions that are tested
+PIP = $(PY) -m pip install -q -c constraints.txt
 # A run that exists is resumed, so that an interrupted demo goes on.
 RESUME = $(if $(wildcard $(1)/step-*),--init_from=resume)
 
@@ -104,19 +106,19 @@ public: .venv/hf $(SMOLLM2)
 		--plot=$(PUBLIC)-yarn4/length.png --json=$(PUBLIC)-yarn4/length.json
 	$(PY) sample.py $(PUBLIC)-yarn4 --start="The capital of France is" --max_new_tokens=60
 
-.venv/demo: requirements.txt
+.venv/demo: requirements.txt constraints.txt
 	@$(PYTHON) -m nanolong.settings
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 		echo "error: $(PYTHON) has no venv module: install it (apt-get install python3-venv)" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(if $(TORCH_INDEX),$(PY) -m pip install -q --index-url $(TORCH_INDEX) torch==2.13.0)
-	$(PY) -m pip install -q -r requirements.txt matplotlib
+	$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) torch)
+	$(PIP) -r requirements.txt matplotlib
 	@touch $@
 
 .venv/hf: .venv/demo requirements-hf.txt
-	$(PY) -m pip install -q -r requirements-hf.txt
+	$(PIP) -r requirements-hf.txt
 	@touch $@
 
 .venv/test: .venv/demo requirements-dev.txt requirements-hf.txt
-	$(PY) -m pip install -q -r requirements-dev.txt
+	$(PIP) -r requirements-dev.txt
 	@touch $@

@@ -11,7 +11,6 @@ The order: load, extend, evaluate, train, evaluate. RoPE's methods are in rope_s
 schemes have theirs in their classes in model.py. Defaults come from the run that is extended: its
 data, its optimizer, as many tokens per step, and 0.3 of its learning rate (all of it, if extend.py
 has trained that run), without weight decay.
-Extending again multiplies the factors and replaces the method.
 """
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
@@ -35,7 +34,7 @@ from train import TrainConfig, TrainState, train_and_sample
 @dataclass
 class ExtendConfig(TrainConfig):
     # [extension]
-    # of rope: a name in rope_scaling.py; of other schemes: see docs/extension.md
+    # of rope: a name in rope_scaling.py; of others: docs/extension.md, by default pi or none
     method: str = "yarn"
     factor: float = 4.0  # how many times longer the context gets
     options: str = ""  # of the method: ramp=paper,beta_fast=16 for example, or a .json file of them
@@ -68,6 +67,8 @@ class ExtendConfig(TrainConfig):
     eval_interval: int = 1000  # steps between evaluations; the first and the last step have one
     # [system]
     out_dir: str = ""  # the new run folder; by default RUN-<method><factor>
+    # resume: go on from the newest checkpoint of out_dir; auto: that if there is one
+    init_from: Literal["scratch", "resume", "auto"] = "scratch"
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,43 +104,43 @@ def run_defaults(given, paths):
     folder = run.find_checkpoint(paths[0])
     parent = Path(paths[0]) if run.list_steps(paths[0]) else folder.parent
     meta = run.read_meta(folder)
-    init_from = given.get("init_from", "scratch")
-    known = init_from in ("scratch", "resume", "auto")
-    require(known, f"--init_from={init_from} is for train.py: extend.py starts from {paths[0]}")
-    factor = given.get("factor", 1)
-    require(factor >= 1, f"--factor={factor} does not extend the context: give at least 1")
-    out_dir = given.get("out_dir") or default_out_dir(parent, given, meta["config"]["extension"])
+    entry.load_entries(given.get("entry", ()), POSITIONS)
+    methods = POSITIONS.get(meta["config"]["pos"], NoPE).methods
+    method = next((name for name in ("yarn", "pi") if name in methods), "none")
+    asked = {"method": method, "factor": ExtendConfig.factor, **given}
+    out_dir = given.get("out_dir") or default_out_dir(parent, asked, meta["config"]["extension"])
     saved = run.settings_to_resume(given, out_dir)
-    if "method" not in saved:
-        saved |= inherited_settings(meta, given)
-    return {**saved, "text": given.get("text", ""), "out_dir": out_dir}
+    problem = f"{out_dir} was not written by extend.py: resume it by train.py"
+    require(not saved or "method" in saved, problem)
+    saved = saved or inherited_settings(meta, asked)
+    return {"method": method, **saved, "out_dir": out_dir}
 
 
-def default_out_dir(parent, given, before):
+def default_out_dir(parent, asked, before):
     """RUN-yarn4, or RUN-yarn4-beta_fast=16; a folder that is extended again has both factors.
 
     before: extension of the model, or None: out/rope-yarn4 extended by ntk is out/rope-ntk8.
     """
-    factor = given.get("factor", ExtendConfig.factor)
+    factor = asked["factor"]
     name = str(parent)
     own_suffix = f"-{before['method']}{before['factor']:g}" if before else None
     if own_suffix and name.endswith(own_suffix) and factor > 1:
         name = name.removesuffix(own_suffix)
         factor *= before["factor"]
-    words = [f"{name}-{given.get('method', ExtendConfig.method)}{factor:g}"]
-    words += Path(given.get("options", "")).name.removesuffix(".json").split(",")
+    words = [f"{name}-{asked['method']}{factor:g}"]
+    words += Path(asked.get("options", "")).name.removesuffix(".json").split(",")
     return "-".join(filter(None, words))
 
 
-def inherited_settings(meta, given):
-    """The settings to take over from the run, of its meta.json."""
+def inherited_settings(meta, asked):
+    """The settings to take over from a run; asked: the others by name, with method and factor."""
     trained = meta.get("train") or {}
     starts_text = {"bos": meta["bos"] is not None}
     if not trained.get("learning_rate"):  # it was imported
         return starts_text
-    names = INHERITED + (KEPT if given.get("keep_optimizer") else ())
+    names = INHERITED + (KEPT if asked.get("keep_optimizer") else ())
     saved = starts_text | {name: trained[name] for name in names if name in trained}
-    if given.get("lora"):
+    if asked.get("lora"):
         saved["optimizer"] = "adamw"
     # The first fine-tuning takes 0.3 of the training's learning rate, later ones keep theirs.
     scale = 1 if "method" in trained else 0.3
@@ -149,9 +150,7 @@ def inherited_settings(meta, given):
     config = meta["config"]
     before = config["extension"] or {"factor": 1, "original_length": config["block_size"]}
     original, extended = before["original_length"], config["block_size"]
-    asked = {"method": ExtendConfig.method, **given}
-    factor = given.get("factor", ExtendConfig.factor)
-    longer = sequence_length(asked, original, extended * factor)
+    longer = sequence_length(asked, original, extended * max(1, asked["factor"]))  # less is refused
     longer /= sequence_length(trained, original, extended)
     n = trained["gradient_accumulation_steps"] * trained["batch_size"]
     saved["batch_size"] = max(1, round(trained["batch_size"] / longer))
@@ -323,6 +322,9 @@ def report(model, cfg, change):
     dtype = devices.pick_dtype(cfg.dtype, device)
     lengths = {model.config.original_length, cfg.eval_length or model.config.block_size}
     for name, split in texts_of(model, cfg).items():
+        if split.masked_file:
+            print(f"loss of {name}, {change}: not compared, as its documents have masks")
+            continue
         for length in sorted(lengths):
             try:
                 text = loss.describe_change(original, model, split, length, cfg.max_tokens, dtype)
@@ -334,14 +336,13 @@ def report(model, cfg, change):
 def main(argv=None):
     args = settings.parse(
         cfg=ExtendConfig,
-        model_config=GPTConfig,
-        unlisted=("model_config",),
+        config=GPTConfig,
+        unlisted=("config",),
         paths="the run folder, or checkpoint folder, to extend",
         defaults=run_defaults,
         argv=argv,
     )
     cfg = args.cfg
-    entry.load_entries(cfg.entry, POSITIONS)
     device = devices.pick_device(cfg.device)
     rank, _ = parallel.join_processes(device)
     # with fsdp the others get their rows of the weights from the first process
@@ -358,8 +359,7 @@ def main(argv=None):
         if cfg.resumes:
             check_same_run(model, cfg, args.paths[0])
         else:
-            asked = vars(args.model_config)
-            run.check_settings(model.folder, vars(model.config), asked, args.given & asked.keys())
+            run.check_settings(model.folder, vars(model.config), vars(args.config), args.given)
             extend_model(model, cfg)
         # Evaluate. Without training no dataset is opened, but one that is given.
         has_text = cfg.text or "dataset" in args.given or (cfg.max_iters and not cfg.resumes)

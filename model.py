@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels
 import rope_scaling
-from nanolong.errors import note, require
+from nanolong.errors import require
 
 
 class ContextLengthWarning(UserWarning):
@@ -434,6 +434,7 @@ class GPT(nn.Module):
         )
         # Without the number of tokens, so that Python shows it once for many lengths.
         message = f"the text is longer than the model's context of {limit} tokens"
+        message += ": extend it by extend.py, or give a shorter one"
         warnings.warn(message, ContextLengthWarning, stacklevel=4)
 
     def extend(self, method: str, factor: float, layers: str = "auto", **options) -> None:
@@ -582,8 +583,6 @@ def check_config(config):
         "with W or S, or neither",
     )
     require(window or not config.sinks, "sinks stay visible beyond a window: give --window=N too")
-    if config.sinks and scheme.gates is not NoPE.gates:
-        note(f"--pos={pos} forgets the --sinks: they stay visible, but lose weight with distance")
     hooks = ("rotate", "bias", "angles", "gates", "attend")
     acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
     require(
@@ -623,6 +622,7 @@ class NoPE(nn.Module):
     bounded = False  # True: nothing can be computed at positions from max_positions on
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
+    settings = ()  # settings of GPTConfig that have an effect on such schemes only
 
     def __init_subclass__(cls):
         if vars(cls).keys() & {"bias", "angles", "gates"}:
@@ -1144,6 +1144,7 @@ class RoPE(NoPE):
 
     pairs = "head_dim"
     methods = rope_scaling.OPTIONS
+    settings = ("rope_base", "p_rope", "rope_fraction")
 
     def __init__(self, config):
         super().__init__(config)

@@ -315,8 +315,9 @@ def check_options(method, rotary_dim, original_length, factor, options):
                 needed = "a number above 1"
         elif not is_number(value):
             needed = "a number above 0"
-        elif name in ("window", "group") and value != int(value):
-            needed = "a whole number of at least 1"
+        elif name in ("window", "group"):
+            if value != int(value) or (name == "window" and value > original_length):
+                needed = f"a whole number, of a window at most {original_length}"
         require(not needed, f"{name}={value!r:.60} cannot be used: give {needed}")
     for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
         in_order = low not in given or given[low] < given[high]
@@ -334,9 +335,8 @@ def check_options(method, rotary_dim, original_length, factor, options):
 
 def is_number(value, above=0):
     """Whether a value is a finite number above a bound; true and false are not numbers."""
-    return (
-        isinstance(value, numbers.Real) and not isinstance(value, bool) and above < value < math.inf
-    )
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and above < value < math.inf
 
 
 def check_pairs(method, rotary_dim):

@@ -20,7 +20,7 @@ import torch
 from data import tokenizer_from_json
 from kernels import check
 from model import GPT, POSITIONS, ContextLengthWarning
-from nanolong import devices, entry, prompts, run
+from nanolong import devices, entry, inference, prompts, run
 from nanolong.errors import note, require, run_main
 
 # In smaller models casting the weights to bfloat16 costs more on a CPU than its products save.
@@ -31,7 +31,7 @@ BATCH_SIZE = 16  # texts that are generated at once, if there are several prompt
 @dataclass
 class SampleConfig:
     # [sampling]
-    # the prompt; FILE:PATH reads it from a file, and @PATH one from each line
+    # the prompt; FILE:PATH reads it from a file, and @PATH one from each line, or each row of JSON
     start: str = ""
     # --start is a user's message to an Instruct model: render its chat template, print its answer
     chat: bool = False
@@ -116,9 +116,11 @@ def main(argv=None):
 
     # Encode the prompts.
     found = prompts.read_prompts(cfg, tokenizer, model.meta.get("bos"))
-    prompts.note_length(model, folder, found, cfg.max_new_tokens)
+    prompts.note_length(cfg, model, folder, found)
     warnings.simplefilter("ignore", ContextLengthWarning)  # note_length() has said so
     if compiled:
+        longest = max(len(prompt.ids) for prompt in found)
+        inference.check_compiles(model, longest, cfg.max_new_tokens)
         note("the first tokens take about a minute, to compile the decoding step")
 
     # Generate. A single text is printed while it is generated, and several are printed whole.

@@ -7,7 +7,7 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, main. At most 510 lines. A sequence is a function of (seed, its number in the run), so a run
+loop, main. At most 520 lines. A sequence is a function of (seed, its number in the run), so a run
 is the same on any number of processes, and one that was stopped resumes with the same bits.
 """
 
@@ -24,7 +24,7 @@ import data
 from kernels import check
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import devices, entry, optim, parallel, progress, run
-from nanolong.errors import note, report, require, run_main
+from nanolong.errors import report, require, run_main
 
 
 @dataclass
@@ -155,9 +155,9 @@ class Batches:
         n = cfg.gradient_accumulation_steps
         self.sequences_per_step = n * cfg.batch_size
         self.tokens_per_step = self.sequences_per_step * train_length
-        # if its hidden states do not fit, an error of memory, before the system ends the process
-        own_length = train_length // cfg.sequence_parallel
-        torch.empty(cfg.batch_size, own_length, model.config.n_embd, device=self.device)
+        # if the hidden states between blocks do not fit, an error, before the system ends the run
+        size = (len(model.blocks), cfg.batch_size, train_length // cfg.sequence_parallel)
+        torch.empty(*size, model.config.n_embd, device=self.device)
         # processes take the micro-batches of a step in turn
         rank, self.world = parallel.data_rank_and_world()
         divides = n % self.world == 0
@@ -221,8 +221,8 @@ def sum_losses(model, dataset, cfg, stop):
     sums = torch.zeros(4, dtype=torch.float64)
     was_training = model.training
     model.eval()
-    rounds = range(rank, math.ceil(len(batches) / world) * world, world)
-    for number in progress.bar(rounds, "validation"):
+    rounds = progress.Rounds(range(rank, math.ceil(len(batches) / world) * world, world))
+    for number in rounds:
         if parallel.any_process(stop):
             return None
         # In the last round some have no batch left. They compute one that does not count, since
@@ -242,6 +242,7 @@ def sum_losses(model, dataset, cfg, stop):
             if n_bytes is not None:
                 counts[2:] = losses[dataset.is_text(ids[1])].sum(), n_bytes.sum()
             sums += torch.tensor(counts, dtype=torch.float64)
+            rounds.show_loss(sums)
     parallel.reshard(model)
     model.train(was_training)
     sums = parallel.sum_over_processes(sums).tolist()
@@ -479,18 +480,15 @@ def make_model(args):
     weights = cfg.parallel == "ddp" or is_first  # with fsdp the others get their rows from it
     if cfg.init_from != "scratch":
         model = GPT.load(cfg.out_dir if cfg.resumes else cfg.init_from, weights=weights)
-        asked = vars(args.model_config)
-        run.check_settings(model.folder, vars(model.config), asked, args.given & asked.keys())
+        run.check_settings(model.folder, vars(model.config), vars(config), args.given)
         if not cfg.resumes:
             model.meta = run.take_over(model)
         return model
     config.vocab_size = data.vocabulary_size(cfg.dataset)
-    names = [Path(file).stem for file in cfg.entry]
-    if names and config.pos not in names:  # a preset's scheme wins
-        note(f"--pos={config.pos} is trained, and no scheme of --entry: give --pos={names[0]}")
     torch.manual_seed(cfg.seed)
     model = GPT(config) if weights else parallel.build_without_weights(GPT, config)
     entry.check_scheme(model)
+    progress.note_unused(POSITIONS, config, cfg.entry, args.given)
     return model
 
 

@@ -23,6 +23,7 @@ from data.dataset import (
 )
 from data.token_files import (
     dataset_folder,
+    has_masks,
     short_name,
     split_mixture,
     vocabulary_size,

@@ -387,9 +387,11 @@ class Dataset(Text, Stream):
         files = train_files + val_files
         masks = [file.with_suffix(".mask") for file in files]
         masks = masks if any(mask.is_file() for mask in masks) else []
-        problem = f"the documents of {name} were made with --bos={meta['bos_default']}"
+        made, asked = (str(value).lower() for value in (meta["bos_default"], bos))
+        problem = f"the documents of {name} were made with --bos={made}, and not with {asked}"
+        remedy = f"give --bos={made}, or prepare them again with --bos={asked}"
         fits = not masks or bos in (None, meta["bos_default"])
-        require(fits, f"{problem}: leave --bos out, or prepare them again with another")
+        require(fits, f"{problem}: {remedy}")
         kind = MaskedSplit if masks else Split
         self.train = kind(train_files, used, self.bos)
         self.val = kind(val_files, used, self.bos)

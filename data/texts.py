@@ -377,6 +377,11 @@ def build(name, files, source, tokenizer="", vocab_size=4096, val_fraction=0.1):
         n_tokens = write_dataset(folder, tokenizer, texts.documents(bar), about)
     share = n_tokens["val"] / sum(n_tokens.values())
     part = f"the last {val_fraction:.0%} of each document" if texts.are_few else "whole documents"
+    if abs(share - val_fraction) > val_fraction / 2:
+        note(
+            f"{share:.1%} of the tokens are validation, not {val_fraction:.1%}, as whole documents "
+            "are, by a hash of their names: another --val_fraction moves the share"
+        )
     print(
         f"{folder}: {n_tokens['train']:,} training and {n_tokens['val']:,} validation tokens "
         f"({share:.1%}, {part}) from {len(texts.sizes):,} documents, vocabulary "

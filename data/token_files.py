@@ -158,6 +158,11 @@ def find_dataset(name) -> Path:
     )
 
 
+def has_masks(name) -> bool:
+    """Return whether a dataset has masks of scored targets."""
+    return any(find_dataset(name).glob("*.mask"))
+
+
 def split_mixture(name) -> dict[str, float]:
     """Split a mixture, as long:0.34,short:0.66, into its datasets and their fractions.
 

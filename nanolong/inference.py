@@ -127,7 +127,10 @@ def generate(
     require(fits, f"{given} are no numbers from 0 on: give others")
     require(0 < top_p <= 1, f"top_p={top_p} is a probability: give one above 0 and at most 1")
     prompts = read_prompts(model, tokens)
-    check_request(model, [len(prompt) for prompt in prompts], max_new_tokens)
+    lengths = [len(prompt) for prompt in prompts]
+    check_request(model, lengths, max_new_tokens)
+    if compiled:
+        check_compiles(model, max(lengths), max_new_tokens)
     stop = {stop} if isinstance(stop, int) else set(stop)
     ids = range(model.config.vocab_size)
     is_known = all(token in ids for token in stop)
@@ -160,11 +163,6 @@ def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
     total = longest + max_new_tokens - 1  # the last token is not an input
     # Compiled, in steps of 256, so that a slightly longer prompt compiles nothing new.
     capacity = -(-total // 256) * 256 if compiled else total
-    require(
-        not (compiled and tables_change(model, longest, total)),
-        "this method's tables change as the text grows, so no decoding step can be compiled: leave "
-        "out --compile",
-    )
     tokens, pos, docs = pad_prompts(model, prompts, total, capacity)
     cache = KVCache(capacity)
     modules = list(model.modules())  # walking the tree at every token would cost time
@@ -311,6 +309,13 @@ def check_request(model, lengths, max_new_tokens):
         "a dynamic method scales by the length of each text, so prompts of unequal length cannot "
         "be one batch: give them one at a time, or extend with --options=length=N",
     )
+
+
+def check_compiles(model, length, max_new_tokens):
+    """Raise UserError if the scheme's tables change while a prompt of this length is continued."""
+    changes = tables_change(model, length, length + max_new_tokens - 1)
+    problem = "this method's tables change as the text grows, so no decoding step can be compiled"
+    require(not changes, f"{problem}: leave out --compile")
 
 
 def pad_prompts(model, prompts, total, capacity):

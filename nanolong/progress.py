@@ -6,23 +6,38 @@ import shlex
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
 
 import data
 from nanolong import devices, errors, optim, parallel, run
-from nanolong.errors import require
+from nanolong.errors import note, require
 
 
 def no_terminal():
     return not sys.stderr.isatty()
 
 
-def bar(items, what):
-    """Show, in the first process, how far a loop is; on a terminal, until it ends."""
-    hidden = parallel.rank_and_world()[0] > 0 or no_terminal()
-    return tqdm(items, what, leave=False, disable=hidden)
+class Rounds(tqdm):
+    """The numbers of the batches of a validation, with a bar on a terminal; without one, the first
+    process prints a line after the first batch if all take more than some seconds.
+    """
+
+    def __init__(self, numbers):
+        self.clock = time.perf_counter()
+        self.is_first = parallel.rank_and_world()[0] == 0
+        hidden = no_terminal() or not self.is_first
+        super().__init__(numbers, "validation", leave=False, disable=hidden)
+
+    def show_loss(self, sums):
+        """Take the sums of sum_losses() after a batch."""
+        is_slow = (time.perf_counter() - self.clock) * self.total > 5
+        if no_terminal() and self.is_first and is_slow and sums[0]:
+            say(f"validating: loss {sums[1] / sums[0]:.4f} after the first of {self.total} batches")
+        self.is_first = False
 
 
 class RunLog:
@@ -46,6 +61,21 @@ class RunLog:
             row_settings = {**asdict(batches.model.config), **asdict(cfg)}
             step = state.step if cfg.resumes else None
             self.log = run.Log(cfg.out_dir, step, cfg.wandb, row_settings)
+            if cfg.resumes:
+                self.resumed(state, batches.model.meta["train"])
+
+    def resumed(self, state, saved):
+        """Print, and log, the settings of training that are others now; saved: the checkpoint's."""
+        names = saved.keys() - {"init_from", *run.OF_ONE_COMMAND}
+        changed = run.changed_settings(saved, asdict(self.cfg), names)
+        texts = [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
+        if changed:
+            self.log.write(state.step, changed=changed)
+        before = optim.get_lr(SimpleNamespace(**saved), max(0, state.step - 1))
+        after = optim.get_lr(self.cfg, state.step)
+        if changed and max(before, after) > 2 * min(before, after):
+            texts.append(f"so the learning rate goes from {before:.3g} to {after:.3g}")
+        say("; ".join(filter(None, (f"resumed from step {state.step}", ", ".join(texts)))))
 
     def start_clock(self, state):
         self.clock, self.clock_tokens = time.perf_counter(), state.tokens
@@ -67,8 +97,8 @@ class RunLog:
             row = {"loss": loss, "lr": optim.get_lr(cfg, step - 1), "norm": norm}
             row |= {"tokens": state.tokens, "tokens_per_second": round(speed)}
             self.log.write(step, **row, **others)
-        # once, and for every tenth of a run without a terminal
-        if step == self.first_step or no_terminal() and step % max(1, cfg.last_step // 10) == 0:
+        # once, and without a terminal whatever is logged
+        if step == self.first_step or no_terminal() and is_logged:
             memory = f", {devices.peak_memory(self.device) / 1e9:.3g} GB at the peak"
             say(f"step {step}/{cfg.last_step}: {text}{memory}")
         if is_logged or step == self.first_step:
@@ -86,6 +116,8 @@ class RunLog:
                 if name not in ("val_loss", "val_bits_per_byte"):
                     texts.append(f"{name.removeprefix('val_loss_')} {value:.4f}")
             say(f"step {state.step}: {', '.join(texts)}")
+            if self.cfg.compile and state.step + 1 == self.first_step <= self.cfg.last_step:
+                say("compiling the first step, which takes up to a minute")
         self.start_clock(state)
 
     def close(self):
@@ -101,6 +133,29 @@ def say(text):
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output has gone: the run goes on
         errors.discard_stdout()
+
+
+def note_unused(schemes, config, entries, given):
+    """Print a note on each setting of a new model that changes nothing.
+
+    schemes: classes by name; config: a GPTConfig; entries: files of --entry; given: names of the
+    settings that are given.
+    """
+    names = [Path(file).stem for file in entries]
+    if names and config.pos not in names:  # a preset's scheme wins
+        note(f"--pos={config.pos} is trained, and no scheme of --entry: give --pos={names[0]}")
+    scheme = schemes[config.pos]
+    of_schemes = {name for other in schemes.values() for name in other.settings}
+    unused = dict.fromkeys(of_schemes - {*scheme.settings}, f"--pos={config.pos}")
+    of_llama4 = ("score_scale_coefficient", "score_scale_offset")
+    of_scale = {"none": (*of_llama4, "score_scale_length", "score_scale_layers"), "logn": of_llama4}
+    scale = config.score_scale
+    unused |= dict.fromkeys(of_scale.get(scale, ()), f"--score_scale={scale}")
+    for name in sorted(given & unused.keys()):
+        if getattr(config, name) != getattr(type(config), name):
+            note(f"{unused[name]} does not use --{name}: leave it out, or choose another")
+    if config.sinks and scheme.gates is not schemes["nope"].gates:
+        note(f"--pos={config.pos} forgets the --sinks: they lose weight with distance")
 
 
 def print_header(batches, state):

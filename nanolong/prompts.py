@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from data import encode_prompt
-from data.texts import why_no_text
+from data.texts import ROWS, open_documents, why_no_text
 from nanolong import chat
-from nanolong.errors import note, require
+from nanolong.errors import UserError, note, require
 
 
 @dataclass
@@ -26,13 +26,8 @@ def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
     found = []
     texts = [cfg.start]
     if cfg.start.startswith(("FILE:", "@")):
-        path = cfg.start.removeprefix("@").removeprefix("FILE:")
-        reason = why_no_text(Path(path))
-        require(not reason, f"{path} is {reason}")
-        content = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-        texts = filter(None, content.splitlines()) if cfg.start[0] == "@" else [content]
-        texts = [text.decode() for text in texts]
-        require(texts, f"{path} has no prompts: write one a line")
+        path = Path(cfg.start.removeprefix("@").removeprefix("FILE:"))
+        texts = texts_of_file(path, cfg.start[0] == "@")
     # bos starts the next document
     end_ids = {tokenizer.bos, *tokenizer.ends} - {None}
     for text in texts:
@@ -48,6 +43,23 @@ def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
     return found
 
 
+def texts_of_file(path, are_many):
+    """Return the text of a file, or with are_many its lines; of JSON the texts of its rows."""
+    try:
+        reason = why_no_text(path)
+        require(not reason, reason)
+        texts = [stream.read() for _, stream in open_documents(path.name, path, as_bytes=True)]
+    except UserError as error:
+        raise UserError(f"{path} is {error}") from None
+    if path.suffix.lower() not in ROWS:
+        texts = texts[0].splitlines() if are_many else texts
+    problem = f"FILE:{path} is one prompt, and JSON has {len(texts)} texts"
+    require(are_many or len(texts) == 1, f"{problem}: give @{path}")
+    texts = [text.decode() for text in filter(None, texts)]
+    require(texts, f"{path} has no prompts: write one a line")
+    return texts
+
+
 def note_special_tokens(text, tokenizer):
     """Print a note if a prompt has the text of a special token, which is plain text there."""
     found = [special for special in tokenizer.special_tokens if special in text]
@@ -58,19 +70,20 @@ def note_special_tokens(text, tokenizer):
         note(f"{found[0]!r} in the prompt is encoded as plain text, not as a special token{advice}")
 
 
-def note_length(model, folder, prompts, max_new_tokens):
+def note_length(cfg, model, folder, prompts):
     """Print a note if a text will exceed the context length."""
     config = model.config
     context = config.max_positions
-    total = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
+    total = max(len(prompt.ids) for prompt in prompts) + cfg.max_new_tokens
     if total <= context or model.pos.bounded:
         return
     advice = ""
-    # not of a model whose method replaces attention: YaRN would take its place
-    if config.pos == "rope" and model.pos.far is None and not config.random_positions:
-        factor = math.ceil(total / config.block_size)
-        path = shlex.quote(str(folder))
-        advice = f"; to extend it: python extend.py {path} --method=yarn --factor={factor}"
+    # not of a model whose method replaces attention: the default would take its place
+    if getattr(model.pos, "far", None) is None and not config.random_positions:
+        words = ["python", "extend.py", str(folder)]
+        words.append(f"--factor={math.ceil(total / config.block_size)}")
+        words += [f"--entry={','.join(cfg.entry)}"] if cfg.entry else []
+        advice = f"; to extend it: {shlex.join(words)}"
     note(f"{total} tokens are more than the context length of {context}{advice}")
 
 

@@ -35,6 +35,8 @@ from nanolong.errors import UserError, require
 from nanolong.strict_json import from_json, replace_text, to_json
 
 FORMAT = 4  # of checkpoints, in meta.json
+# Settings that a resumed run does not take over, and their defaults.
+OF_ONE_COMMAND = {"stop_at": 0, "overwrite": False, "entry": (), "text": "", "out_dir": ""}
 
 # -----------------------------------------------------------------------------
 # Writing a checkpoint.
@@ -293,8 +295,7 @@ def settings_to_resume(given, out_dir):
     require(steps, f"there is no checkpoint in {out_dir} to resume: leave --init_from out")
     meta = read_meta(steps[-1])
     require(meta["train"], f"{steps[-1]} was not written by training: give another --out_dir")
-    of_one_command = {"stop_at": 0, "overwrite": False, "entry": ()}
-    return {**meta["config"], **meta["train"], **of_one_command}
+    return {**meta["config"], **meta["train"], **OF_ONE_COMMAND}
 
 
 def take_over(model, *more):
@@ -303,13 +304,20 @@ def take_over(model, *more):
     return {"parent": str(model.folder), **{name: model.meta.get(name) for name in names}}
 
 
-def check_settings(folder, saved, asked, names):
-    """Refuse settings that a checkpoint has otherwise; saved, asked: settings by name."""
+def changed_settings(saved, asked, names):
+    """The settings that differ: name -> [old, new]; saved, asked: settings by name; names: names of
+    settings to compare, and of some that are not asked.
+    """
     # as JSON has them: a tuple as a list
     saved, asked = (from_json(to_json(values)) for values in (saved, asked))
-    for name in sorted(names):
-        problem = f"{folder} was made with {name}={saved[name]}, not {asked[name]}"
-        require(saved[name] == asked[name], f"{problem}: leave --{name} out")
+    pairs = {name: [saved[name], asked[name]] for name in sorted(asked.keys() & names)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def check_settings(folder, saved, asked, names):
+    """Refuse settings that a checkpoint has otherwise; the others: as of changed_settings()."""
+    for name, (old, new) in changed_settings(saved, asked, names).items():
+        raise UserError(f"{folder} was made with {name}={old}, not {new}: leave --{name} out")
 
 
 def check_unused(folder):

@@ -102,7 +102,7 @@ def read_flag(word, following, hints):
 def read_preset(word):
     """The values of a TOML file, which may be named without its folder."""
     files = [file for file in (Path(word), CONFIG / word, CONFIG.parent / word) if file.is_file()]
-    require(files, f"there is no preset {word}: config/ has {preset_names()}")
+    require(files, f"there is no preset {word}: config/ has {', '.join(preset_names())}")
     try:
         return tomllib.loads(files[0].read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -111,7 +111,7 @@ def read_preset(word):
 
 def preset_names():
     files = sorted(CONFIG.rglob("*.toml"))
-    return ", ".join(file.relative_to(CONFIG).as_posix() for file in files)
+    return [file.relative_to(CONFIG).as_posix() for file in files]
 
 
 def convert(name, value, hints, where="the earlier run"):
@@ -138,11 +138,12 @@ def convert(name, value, hints, where="the earlier run"):
         items = value
         if not isinstance(value, list | tuple):
             items = [item.strip() for item in str(value).split(",")]
+        example = ",".join(typing.get_args(arguments[0])[:2]) or "1,2,3"
+        hint = {name: arguments[0]}
         try:
-            items = [convert(name, x, {name: arguments[0]}, where) for x in items if x != ""]
+            return tuple(convert(name, x, hint, f"{x!r} in {where}") for x in items if x != "")
         except UserError as error:
-            raise UserError(f"{error}, or several, as in --{name}=1,2,3") from None
-        return tuple(items)
+            raise UserError(f"{error}, or several, as in --{name}={example}") from None
     if origin is typing.Literal:
         require(value in arguments, f"{where}: {name} is one of {', '.join(arguments)}")
         return value
@@ -178,6 +179,7 @@ def scripts_with(name):
 def help_of(classes, paths=None):
     """The text of --help: the script's docstring, and a line for each setting, in groups."""
     groups = {}
+    known = {name for cls in classes for name in settings_of(cls)}
     for cls in classes:
         for name, (hint, group, comment) in settings_of(cls).items():
             if typing.get_origin(hint) is typing.Literal:
@@ -187,7 +189,10 @@ def help_of(classes, paths=None):
     lines = [(sys.modules["__main__"].__doc__ or "").strip()]
     for group, entries in groups.items():
         lines += ["", f"{group}:", *entries]
-    lines += ["", *wrap(f"  presets: {preset_names()}; they stack, and flags win")]
+    lines.append("")
+    presets = [name for name in preset_names() if read_preset(name).keys() <= known]
+    if presets:
+        lines += wrap(f"  presets: {', '.join(presets)}; they stack, and flags win")
     if paths:
         lines += wrap(f"  other words: {paths}")
     return "\n".join(lines)

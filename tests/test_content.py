@@ -72,9 +72,9 @@ def test_the_model_is_one_graph(pos, make):
 def test_a_resumed_run_has_the_same_bits(pos, call, text_data, tmp_path):
     words = [*TINY, f"--dataset={text_data}", f"--pos={pos}", "--separate_docs=true"]
     words += [f"--entry={FILES[pos]}"] if pos in FILES else []
-    for name, max_iters in (("whole", 8), ("cut", 4)):
+    for name, stop_at in (("whole", 8), ("cut", 4)):
         out = f"--out_dir={tmp_path / name}"
-        assert_success(call("train.py", *words, out, f"--max_iters={max_iters}"))
+        assert_success(call("train.py", *words, out, f"--stop_at={stop_at}"))
     assert_success(call("train.py", *words, out, "--init_from=resume"))
     assert_same_bits(tmp_path / "whole", tmp_path / "cut")
 
@@ -97,11 +97,9 @@ def test_processes_that_share_a_text_compute_it(processes, run):
 # Refusals.
 
 
-def test_positions_that_gates_would_ignore_are_refused(make, capfd):
+def test_positions_that_gates_would_ignore_are_refused(make):
     for pos in SCHEMES:
         with pytest.raises(UserError, match="random_positions needs a scheme that uses position"):
             make(pos=pos, random_positions=99)
         with pytest.raises(UserError, match="consecutive position ids"):
             make(pos=pos)(torch.zeros(1, 3, dtype=torch.long), positions=torch.tensor([0, 2, 3]))
-    make(pos="fox", window=9, sinks=2)
-    assert "forgets the --sinks" in capfd.readouterr().err

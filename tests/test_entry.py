@@ -1,5 +1,6 @@
 """Schemes from files: loading them, and using them in every script."""
 
+import shlex
 import sys
 
 import pytest
@@ -80,6 +81,33 @@ def test_a_preset_that_wins_over_an_entry_is_named(entry, call_anew, text_data, 
     words = [*TINY, "--max_iters=1", f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     done = assert_success(call_anew("train.py", *words, f"--entry={entry}", "--pos=alibi"))
     assert "--pos=alibi is trained, and no scheme of --entry" in done.stderr
+
+
+def test_settings_that_the_scheme_does_not_use_are_noted_once(
+    entry, call_anew, text_data, tmp_path
+):
+    """A scheme names its own; a resumed run has them already."""
+    entry.write_text(DECAY.replace("methods", 'settings = ("rope_base",)\n    methods'))
+    of_entry = f"--entry='{entry}' --rope_base=5 --p_rope=0.5"
+    cases = {
+        "--pos=alibi --rope_base=5e5 --n_head=2": {"--pos=alibi does not use --rope_base"},
+        "--pos=rope --rope_base=5e5 --p_rope=0.5": set(),
+        "--pos=fox-rope --rope_base=5e5": set(),
+        "--pos=shaw --rope_fraction=1": set(),  # the default
+        of_entry: {"--pos=my decay does not use --p_rope"},
+        "--score_scale_length=9": {"--score_scale=none does not use --score_scale_length"},
+        "--score_scale=logn --score_scale_offset=1 --score_scale_length=9": {
+            "--score_scale=logn does not use --score_scale_offset"
+        },
+        "--score_scale=llama4 --score_scale_offset=1": set(),
+        "--pos=fox --window=9 --sinks=2": {"--pos=fox forgets the --sinks"},
+    }
+    for number, (words, expected) in enumerate(cases.items()):
+        run = [*shlex.split(words), f"--dataset={text_data}", f"--out_dir={tmp_path}/{number}"]
+        for more, notes in (("--max_iters=0", expected), ("--init_from=resume", set())):
+            done = assert_success(call_anew("train.py", *TINY, *run, "--max_iters=1", more))
+            found = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+            assert {line.removeprefix("note: ").split(":")[0] for line in found} == notes
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,16 @@ def test_an_extension_is_named_after_its_run_method_and_factor(save_run, call):
     assert list_steps(f"{run}-ntk8")
 
 
+@pytest.mark.parametrize("pos, method", [("shaw", "pi"), ("fox", "none"), ("fox-rope", "yarn")])
+def test_the_default_method_is_one_that_the_scheme_has(pos, method, save_run, call):
+    run = save_run(pos=pos)
+    done = call("sample.py", run, "--max_new_tokens=40", "--start=ab", "--device=cpu")
+    advice = f"; to extend it: python extend.py {run} --factor=2"
+    assert assert_success(done).stderr.endswith(f"{advice}\n")
+    assert_success(call("extend.py", run, "--factor=2", "--max_iters=0"))
+    assert GPT.load(f"{run}-{method}2").config.extension["method"] == method
+
+
 # -----------------------------------------------------------------------------
 # Reports.
 
@@ -187,21 +197,22 @@ def test_settings_that_are_inherited(trained):
     trained_settings = dict(meta["train"])
 
     def sizes(**given):
-        saved = extend.inherited_settings(meta, given)
+        saved = extend.inherited_settings(meta, asked | given)
         rate = saved["learning_rate"] / trained_settings["learning_rate"]
         return saved["batch_size"], saved["gradient_accumulation_steps"], pytest.approx(rate)
 
+    asked = {"method": "yarn", "factor": 4.0}
     given = {"pose": True, "train_length": 8}
     assert sizes() == (1, 1, 0.3)
     assert sizes(**given) == (16, 1, 0.3)
     assert sizes(method="drope") == (4, 1, 0.3)  # at the original length
-    first = extend.inherited_settings(meta, given)
+    first = extend.inherited_settings(meta, asked | given)
     meta["train"] |= {**first, **given, "method": "yarn"}
     assert sizes(factor=2) == (2, 1, 0.3)
     meta["train"] = {**trained_settings, "batch_size": 2, "gradient_accumulation_steps": 4}
     meta["train"]["eval_iters"] = 64
     assert sizes() == (1, 2, 0.3)
-    assert extend.inherited_settings(meta, {})["eval_iters"] == 16
+    assert extend.inherited_settings(meta, asked)["eval_iters"] == 16
 
 
 # -----------------------------------------------------------------------------

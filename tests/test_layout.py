@@ -157,6 +157,9 @@ def test_pip_and_uv_install_the_same():
     for name, expected in (("", needed), ("-hf", hub), ("-dev", dev)):
         text = (ROOT / f"requirements{name}.txt").read_text().replace('"', "'")
         assert {line for line in text.splitlines() if line[:3] != "-r "} == set(expected), name
+    tested = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in tested if not line.startswith("#")]
+    assert project["tool"]["uv"]["constraint-dependencies"] == pins
 
 
 def test_a_noun_stands_where_those_of_or_that_of_would():

@@ -137,7 +137,7 @@ def test_documents_may_have_no_bos_and_another_vocabulary(tmp_path):
         prepare_tasks(tmp_path / "c", ["niah:1"], characters, bos=True)
     with pytest.raises(UserError, match="cannot write"):
         prepare_tasks(tmp_path / "c", ["niah:1"], data.CharTokenizer("abc"))
-    with pytest.raises(UserError, match="leave --bos out"):
+    with pytest.raises(UserError, match="give --bos=false, or prepare them again with --bos=true"):
         data.Dataset(tmp_path / "b", bos=True)
     assert not (tmp_path / "c").exists()
 
@@ -342,9 +342,14 @@ def test_masked_runs_are_evaluated_extended_and_named(tasks_data, text_data, cal
     words = ["extend.py", run, "--factor=2", "--max_iters=2", "--device=cpu", "--max_tokens=512"]
     mixture = f"{tasks_data}:0.5,{text_data}:0.5"
     done = assert_success(call(*words, f"--out_dir={extended}", f"--dataset={mixture}"))
-    assert f"{tasks_data}, extended: not compared (" in done.stdout
+    assert done.stdout.count(f"{tasks_data}, extended: not compared, as its documents have") == 1
+    assert done.stdout.count("not compared") == 2  # before and after
     assert f"loss at 64 tokens, {text_data}, extended: " in done.stdout
     assert "loss_tasks" in str(logged(extended)[0])
+    mixed = assert_refused(
+        call("evaluate.py", extended, "--device=cpu"), f"give --dataset={text_data}"
+    )
+    assert f"--dataset={tasks_data}" not in mixed
     done = assert_success(call(*words, f"--out_dir={tmp_path}/text", f"--dataset={text_data}"))
     evaluate[1] = tmp_path / "text"
     assert "not trained on" not in assert_success(call(*evaluate, *needle)).stderr

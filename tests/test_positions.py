@@ -198,7 +198,7 @@ def test_beyond_the_context_a_scheme_warns_or_refuses(pos, make):
             model(tokens)
         assert len(list(model.generate(tokens[:, :20], 5))) == 5  # the last is not an input
     else:
-        with pytest.warns(ContextLengthWarning):
+        with pytest.warns(ContextLengthWarning, match="context of 24 tokens: extend it by extend"):
             model(tokens)
 
 

@@ -130,6 +130,20 @@ def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
     assert (dataset.train.tokens[0] == 256).sum() == train.count(b"# file")
 
 
+def test_a_share_of_validation_far_from_the_fraction_is_said(tmp_path, data_folder, capsys):
+    """Of these 20 files the hash takes three for validation."""
+    (tmp_path / "src").mkdir()
+    for size, noted in ((60, False), (3000, True)):
+        for i in range(20):
+            n = size if i in (4, 9, 12) else 100
+            (tmp_path / "src" / f"f{i}.txt").write_text("x" * n)
+        prepare_text(tmp_path / "src", f"of{size}")
+        printed = capsys.readouterr()
+        share = re.search(r"tokens \((.*)%, whole", printed.out)[1]
+        note = f"note: {share}% of the tokens are validation, not 10.0%"
+        assert (note in printed.err) == noted, printed
+
+
 def split_of(folder, name, **options):
     """The training and the validation text of a folder, as bytes with <bos> as a null byte."""
     dataset = data.Dataset(prepare_text(folder, name, **options))

@@ -131,7 +131,7 @@ def test_resuming_several_processes_gives_the_same_bits(processes, settings, cas
     """Also whatever an optimizer adds: with fsdp in shards if it has its parameter's shape."""
     settings = {**settings, "gradient_accumulation_steps": processes}
     whole = case("whole", {"pos": "xl"}, **settings)
-    half = case("parts", {"pos": "xl"}, max_iters=10, **settings)
+    half = case("parts", {"pos": "xl"}, max_iters=20, stop_at=10, **settings)
     rest = case("parts", {"pos": "xl"}, max_iters=20, init_from="resume", **settings)
     cases = [{**each, "averages": True} for each in (whole, half, rest)]
     train_cases(cases, processes, run, tmp_path)

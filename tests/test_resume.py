@@ -202,6 +202,26 @@ def test_a_resumed_run_keeps_its_settings_but_for_those_that_are_given(call, wor
     assert max(row["step"] for row in logged(tmp_path / "run")) == 12
 
 
+def test_what_a_resumed_run_changes_is_printed_and_logged(call, words, tmp_path):
+    """TINY has 8 steps and the peak 0.004; the rates are written out here."""
+    assert_success(call(*words, "--warmup_iters=0", "--learning_rate=0.004"))
+    resume = ["train.py", f"--out_dir={tmp_path}/run", "--init_from=resume"]
+    done = assert_success(call(*resume, "--max_iters=20", "--batch_size=3", "--stop_at=9"))
+    # step 8 had 0.004 (1 - (7/8 - 0.6) / 0.4), and step 9 is before the last 40 % of 20
+    changes = "batch_size 4 -> 3, max_iters 8 -> 20"
+    jump = "so the learning rate goes from 0.00125 to 0.004"
+    assert f"\nresumed from step 8; {changes}, {jump}\n" in done.stdout
+    row = {"step": 8, "changed": {"batch_size": [4, 3], "max_iters": [8, 20]}}
+    assert row in logged(tmp_path / "run") and len(logged(tmp_path / "run", "changed")) == 1
+    (tmp_path / "run").rename(tmp_path / "moved")
+    resume[1] = f"--out_dir={tmp_path}/moved"
+    done = assert_success(call(*resume, "--stop_at=10"))
+    assert "\nresumed from step 9\n" in done.stdout
+    done = assert_success(call(*resume, "--learning_rate=0.002", "--stop_at=11"))
+    assert "\nresumed from step 10; learning_rate 0.004 -> 0.002\n" in done.stdout
+    assert len(logged(tmp_path / "moved", "changed")) == 2
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_another_batch_size_goes_on_with_the_next_sequence(
     mixed, call, words, tmp_path, monkeypatch

@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT
 
 import rope_scaling
-from model import GPT, POSITIONS, GPTConfig
+from model import GPT, POSITIONS, GPTConfig, RoPE
 from nanolong.entry import load_entry
 from nanolong.errors import UserError
 from nanolong.inference import FixedShapeStep, KVCache, pad_prompts
@@ -132,7 +132,7 @@ def assert_close(found, expected, rel=5e-5):
     assert (found - expected).abs().max() < rel * expected.abs().max()
 
 
-@pytest.mark.parametrize("T", [5, 16, 17, 33, 53, 77, 200])
+@pytest.mark.parametrize("T", [5, 16, 17, 33, 53, 77, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "method, options",
     [
@@ -282,6 +282,17 @@ def test_a_scheme_of_ones_own_keeps_its_frequencies_at_every_length(method, make
     cache = KVCache()
     parts = [own(part, cache=cache) for part in tokens.split(7, 1)]
     assert_close(parts[-1], rope(tokens)[:, -5:])
+
+
+@pytest.mark.parametrize("table", [torch.ones(4), torch.ones(3).double(), [1.0] * 4], ids=str)
+def test_frequencies_of_ones_own_are_checked(table, make, monkeypatch):
+    class Wrong(RoPE):
+        def frequencies(self, method, factor, options):
+            return table, 1.0
+
+    monkeypatch.setitem(POSITIONS, "wrong", Wrong)
+    with pytest.raises(UserError, match=r"Wrong.frequencies\(\) must return a float64 tensor"):
+        make(pos="wrong")
 
 
 # -----------------------------------------------------------------------------

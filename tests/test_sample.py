@@ -60,10 +60,22 @@ def test_the_prompt_may_come_from_a_file(call, save_run, tmp_path):
     assert done.stdout.startswith("café <|endoftext|>")
     done = assert_success(call("sample.py", *words, "--start=a\udcff b"))
     assert done.stdout.startswith("a\ufffd b")
+    (tmp_path / "rows.jsonl").write_text('{"text": "def f"}\n{"text": "x y"}\n')
+    done = assert_success(call("sample.py", *words, "--start=@rows.jsonl", cwd=tmp_path))
+    assert done.stdout.startswith("def f") and f"\n{'-' * 16}\nx y" in done.stdout
+    done = call("sample.py", *words, "--start=FILE:rows.jsonl", cwd=tmp_path)
+    assert_refused(done, "FILE:rows.jsonl is one prompt, and JSON has 2 texts: give @rows.jsonl")
     (tmp_path / "prompt.txt").write_bytes("café".encode("utf-16"))
     for start in ("FILE:prompt.txt", "@prompt.txt"):
         done = call("sample.py", *words, f"--start={start}", cwd=tmp_path)
         assert_refused(done, "prompt.txt is not UTF-8: unpack it, convert it")
+
+
+def test_a_step_that_cannot_be_compiled_is_refused_before_the_wait_is_announced(call, save_run):
+    extension = {"method": "dynamic-ntk", "factor": 2.0, "options": {}, "original_length": 24}
+    run = save_run(block_size=48, extension=extension)
+    done = call("sample.py", run, "--start=ab", "--max_new_tokens=30", "--compile")
+    assert_refused(done, "tables change as the text grows", "leave out --compile")
 
 
 # -----------------------------------------------------------------------------

@@ -28,6 +28,8 @@ class Shape:
     rate: float = 0.5
     silent: bool = False
     texts: Sequence[str] = ()
+    sizes: tuple[int, ...] = ()
+    kinds: tuple[Literal["round", "square"], ...] = ()
 
 
 def parse(*argv, **options):
@@ -85,6 +87,8 @@ def test_presets_stack_flags_win_and_defaults_come_last(tmp_path):
         ("--width=9007199254740992", "below 2\\^53"),
         ("--silent=perhaps", "true or false"),
         ("--kind=oval", "kind is one of round, square"),
+        ("--sizes=1,two", "'two' in --sizes=1,two: sizes must be .* as in --sizes=1,2,3"),
+        ("--kinds=round,oval", "'oval' in .* is one of round, square, .* as in --kinds=round,squ"),
         ("--width", "--width has no value"),
         ("--width --silent", "--width has no value"),
     ],
@@ -101,7 +105,7 @@ def test_a_bad_preset_is_named(tmp_path):
             parse(str(tmp_path / "bad.toml"))
 
 
-@pytest.mark.parametrize("preset", settings.preset_names().split(", "))
+@pytest.mark.parametrize("preset", settings.preset_names())
 def test_every_preset_of_the_project_is_valid(preset):
     extends = preset in ("finetune_public.toml", "smollm2_64k.toml", "llama3_128k.toml")
     classes = {"model_config": GPTConfig, "cfg": ExtendConfig if extends else TrainConfig}
@@ -132,6 +136,20 @@ def test_help_has_a_line_for_each_setting_with_its_default_and_comment(script, n
             assert bool(found) == (f"{name}.{field.name}" not in settings.HIDDEN), field.name
             if found:
                 assert found[1] == settings.format_value(field.default)
+
+
+@pytest.mark.parametrize(
+    ("script", "fitting", "others"),
+    [
+        ("train.py", ["gpt2.toml", "styles/olmo3.toml"], ["finetune_public.toml"]),
+        ("extend.py", ["finetune_public.toml"], ["gpt2.toml", "or a run or checkpoint folder"]),
+        ("sample.py", [], ["presets:"]),
+    ],
+)
+def test_help_names_the_presets_that_fit(script, fitting, others, call):
+    text = call(script, "--help").stdout
+    assert all(word in text for word in fitting)
+    assert not any(word in text for word in others)
 
 
 # -----------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Training: the update, what is not finite, and which checkpoints are kept."""
 
+import itertools
 import json
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from conftest import (
 import data
 import train
 from model import GPT, GPTConfig
+from nanolong import progress
 from nanolong.optim import Muon, get_lr, make_optimizers
 from nanolong.run import list_steps
 
@@ -109,6 +112,32 @@ def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, tmp_path):
         way = (weights[name] - start[name]).norm()
         assert (p.double() - weights[name]).norm() < 1e-3 * way, name
     assert logged(settings.out_dir, "loss") == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_a_terminal_a_run_prints_what_it_logs(cfg, capsys, monkeypatch, compiled_graphs):
+    """A slow validation prints its first loss early, and compilation is announced, once each."""
+    ticks = itertools.count()
+    seconds = 1.0
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(ticks) * seconds)
+    first = {}
+    for name, settings in {"slow": {"compile": True}, "fast": {"compile": False}}.items():
+        seconds = {"slow": 3.0, "fast": 1.0}[name]
+        settings |= {"max_iters": 9, "log_interval": 3, "eval_interval": 100, "eval_iters": 5}
+        train.train(tiny(), cfg(out_dir=cfg().out_dir + name, **settings))
+        lines = capsys.readouterr().out.splitlines()
+        steps = [line.split(":")[0] for line in lines if re.match("step .*/9:", line)]
+        assert steps == ["step 1/9", "step 3/9", "step 6/9", "step 9/9"]
+        first[name] = [line for line in lines if line.startswith(("validating", "compiling"))]
+    model = tiny()
+    dataset = data.Dataset(cfg().dataset)
+    pairs = [dataset.val.sequence(index, 16) for index in dataset.val.spaced(5, 16)[:2]]
+    x, y = (torch.tensor(np.stack(column)) for column in zip(*pairs, strict=True))
+    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
+    validating, compiling, again = first["slow"]
+    assert validating == f"validating: loss {loss:.4f} after the first of 3 batches"
+    assert compiling == "compiling the first step, which takes up to a minute"
+    assert again.startswith("validating: loss")  # at the last step
+    assert not first["fast"]
 
 
 @pytest.mark.parametrize("eval_length", [0, 7])
@@ -339,7 +368,8 @@ def test_the_seed_is_of_weights_batches_and_dropout(cfg, text_data):
     settings = cfg(seed=7)
     dataset = data.Dataset(text_data)
     shape = vars(tiny().config)
-    model = train.make_model(SimpleNamespace(cfg=settings, model_config=GPTConfig(**shape)))
+    args = SimpleNamespace(cfg=settings, model_config=GPTConfig(**shape), given=set())
+    model = train.make_model(args)
     torch.manual_seed(7)
     expected = GPT(GPTConfig(**shape))
     assert all(map(torch.equal, model.parameters(), expected.parameters()))

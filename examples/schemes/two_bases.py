@@ -24,6 +24,7 @@ from model import RoPE
 class TwoBases(RoPE):
     local_base = 10_000.0
     global_base = 1_000_000.0
+    settings = ("rope_fraction",)  # neither rope_base nor p_rope
 
     def __init__(self, config):
         super().__init__(config)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import Dataset, Split, Text, split_mixture, tokenizer_from_json
+from data import Dataset, Split, Text, has_masks, split_mixture, tokenizer_from_json
 from data.texts import note_separators, open_documents, why_no_text
 from data.tokenizer import SEPARATOR
 from nanolong import devices
@@ -51,10 +51,12 @@ def name_of_text(name, folder):
         f"(prepared by python data/prepare.py FILE --tokenizer={tokenizer} --name=NAME)",
     )
     sources = list(split_mixture(name))
-    choices = " or ".join(f"--dataset={source}" for source in sources)
-    problem = f"{name} is a mixture of datasets, and one is scored: give {choices}"
-    require(len(sources) == 1, problem)
-    return sources[0]
+    if len(sources) == 1:
+        return sources[0]
+    # those with masks have no running text
+    texts = [source for source in sources if not has_masks(source)]
+    choices = " or ".join(f"--dataset={source}" for source in texts) or "--text=FILE"
+    raise UserError(f"{name} is a mixture of datasets, and one is scored: give {choices}")
 
 
 class TextFile(Text):

@@ -14,6 +14,7 @@ DEVICE = torch.empty(0).device
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # rows, vocabulary, columns of a step: less than a step, whole steps, and a rest
 SIZES = [(3, 2, 8192), (5, 257, 8192), (4, 64, 16), (7, 1009, 64), (2, 8193, 8192)]
+CASES = [(*size, dtype, z) for size in SIZES for dtype in LIMITS for z in (0.0, 0.3)]
 
 
 def random_rows(n, vocab, dtype, rng):
@@ -24,9 +25,15 @@ def random_rows(n, vocab, dtype, rng):
     return logits, targets
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("n, vocab, block", SIZES)
+# by default every size once, with the dtypes and both z_loss in turn
+@pytest.mark.parametrize(
+    "n, vocab, block, dtype, z_loss",
+    [
+        pytest.param(*c, marks=[] if i % 6 == i // 6 else pytest.mark.slow)
+        for i, c in enumerate(CASES)
+    ],
+    ids=str,
+)
 def test_rows_against_float64(n, vocab, block, dtype, z_loss, monkeypatch, rng):
     monkeypatch.setattr(loss, "BLOCK", block)
     logits, targets = random_rows(n, vocab, dtype, rng)
@@ -39,8 +46,8 @@ def test_rows_against_float64(n, vocab, block, dtype, z_loss, monkeypatch, rng):
     assert nothing is None
     again, grad = loss.row_losses(logits, targets, z_loss, True)
     assert torch.equal(found, again) and grad is logits and grad.dtype == dtype
-    assert (found.double() - losses).abs().max() <= 1e-5 * losses.abs().max()
-    assert (grad.double() - expected).abs().max() <= LIMITS[dtype] * expected.abs().max()
+    assert (found.double() - losses).abs().max() <= 1e-5 * losses.abs().max() + 1e-6
+    assert (grad.double() - expected).abs().max() <= LIMITS[dtype] * expected.abs().max() + 1e-6
     assert (found[targets < 0] == 0).all() and (grad[targets < 0] == 0).all()
 
 
