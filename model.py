@@ -13,6 +13,7 @@ Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_d
 vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
 """
 
+import functools
 import math
 import operator
 import warnings
@@ -170,12 +171,14 @@ class Block(nn.Module):
         self.mlp_post_norm = make_norm(config) if norms_outputs else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, scheme, pos, cache, mask):
+    def forward(self, x, scheme, pos, cache, mask, recomputes=False):
+        # of a block that is recomputed the MLP would have the largest activations
+        mlp = functools.partial(kernels.recompute_in_chunks, self.mlp) if recomputes else self.mlp
         attended = self.attention(self.attention_norm(x), scheme, pos, cache, mask)
         if self.is_parallel:
-            return x + self.dropout(attended) + self.dropout(self.mlp(self.mlp_norm(x)))
+            return x + self.dropout(attended) + self.dropout(mlp(self.mlp_norm(x)))
         x = x + self.dropout(self.attention_post_norm(attended))
-        return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+        return x + self.dropout(self.mlp_post_norm(mlp(self.mlp_norm(x))))
 
 
 @dataclass
@@ -291,6 +294,7 @@ class GPT(nn.Module):
         self.config = config
         self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
         self.activation_checkpointing = False  # recompute blocks in the backward pass
+        self.activation_offload = False  # and keep what they need in the memory of the CPU
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -346,7 +350,8 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             scheme = self.scheme_of(layer)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                block = kernels.selective_checkpoint(block)
+                block = functools.partial(block, recomputes=True)
+                block = kernels.selective_checkpoint(block, self.activation_offload)
             x = block(x, scheme, pos, cache, mask)
         # Keep the new tokens: with a cache, x holds the whole text if the tables have changed.
         return self.norm(x)[:, -T:]

@@ -69,7 +69,10 @@ class TrainConfig:
     # other GPUs
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     compile: bool | None = None  # torch.compile; auto: on a GPU, and on a CPU in a long run
-    checkpoint_activations: bool = False  # recompute blocks in the backward pass, to save memory
+    # recompute blocks in the backward pass, to save memory; offload: and keep their inputs, and the
+    # results of attention, in the memory of the CPU (no gain on a CPU; its speed on a GPU is not
+    # measured)
+    checkpoint_activations: Literal["false", "true", "offload"] = "false"
     # each process keeps the whole model (ddp), or its share of weights, gradients, moments (fsdp)
     parallel: Literal["ddp", "fsdp"] = "ddp"
     sequence_parallel: int = 1  # processes that share every sequence, a part of its tokens each
@@ -85,6 +88,9 @@ class TrainConfig:
         problem = "--parallel=fsdp cuts matrices into rows, and Muon needs whole ones"
         has_rows = self.parallel == "fsdp" and self.optimizer == "muon"
         require(not has_rows, f"{problem}: give --optimizer=adamw")
+        offloads = self.checkpoint_activations == "offload"
+        problem = "--checkpoint_activations=offload is for a model that is not compiled"
+        require(not (offloads and self.compile), f"{problem}: give --compile=false")
 
     @property
     def last_step(self):
@@ -352,7 +358,8 @@ def train(
         lengths = (train_length, cfg.eval_length or longest)
         parallel.share_sequences(cfg.sequence_parallel, model, lengths)
         devices.prepare_device(device)
-        model.activation_checkpointing = cfg.checkpoint_activations
+        model.activation_checkpointing = cfg.checkpoint_activations != "false"
+        model.activation_offload = cfg.checkpoint_activations == "offload"
         forward = parallel.distribute(
             model.train(), device, sharded=cfg.parallel == "fsdp", compiled=cfg.compile
         )
@@ -428,6 +435,7 @@ def decide_auto(model, cfg, length, device):
     """cfg with the dtype and compilation that `auto` means on the first process."""
     n_tokens = cfg.gradient_accumulation_steps * cfg.batch_size * length
     pays = devices.compilation_pays(model, cfg.max_iters, n_tokens, length, device)
+    pays = pays and cfg.checkpoint_activations != "offload"
     dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
     compiles = devices.pick_compile(cfg.compile, device, pays)
     dtype, compiles = parallel.broadcast((dtype, compiles))

@@ -148,7 +148,7 @@ def open_documents(name, path, as_bytes=False):
     if path.suffix.lower() in ROWS:
         for number, text in read_rows(path):
             problem = f'JSON with the "messages" of conversations, as in row {number}'
-            remedy = "prepare the file by itself, with --tokenizer=RUN"
+            remedy = "train on the file by python data/prepare.py FILE --tokenizer=RUN"
             require(isinstance(text, str), f"{problem}: {remedy}")
             stream = io.BytesIO(text.encode()) if as_bytes else io.StringIO(text, newline="")
             yield f"{name}:{number}", stream

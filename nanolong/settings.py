@@ -91,9 +91,11 @@ def read_flag(word, following, hints):
     name, equals, value = word[2:].partition("=")
     name = name.replace("-", "_")
     if not equals:
-        is_bool = hints.get(name) in (bool, bool | None)
+        hint = hints.get(name)
+        is_bool = hint in (bool, bool | None) or "true" in typing.get_args(hint)
         is_value = following and not following[0].startswith("--")
-        takes_next = is_value and (not is_bool or following[0].lower() in BOOLS)
+        values = {*BOOLS, *typing.get_args(hint)}
+        takes_next = is_value and (not is_bool or following[0].lower() in values)
         require(is_bool or takes_next or name not in hints, f"--{name} has no value: give one")
         value = following.pop(0) if takes_next and name in hints else "true"
     return name, convert(name, value, hints, f"--{name}={value:.60}")
@@ -145,6 +147,9 @@ def convert(name, value, hints, where="the earlier run"):
         except UserError as error:
             raise UserError(f"{error}, or several, as in --{name}={example}") from None
     if origin is typing.Literal:
+        # a switch with a third word
+        if "true" in arguments and str(value).lower() in BOOLS:
+            value = str(BOOLS[str(value).lower()]).lower()
         require(value in arguments, f"{where}: {name} is one of {', '.join(arguments)}")
         return value
     if kind is str and isinstance(value, str):
@@ -166,7 +171,7 @@ def check(config):
     for name, kind in hints.items():
         value = getattr(config, name)
         if typing.get_origin(kind) is typing.Literal or kind in (bool, int, float):
-            convert(name, value, hints, type(config).__name__)
+            setattr(config, name, convert(name, value, hints, type(config).__name__))
 
 
 def scripts_with(name):

@@ -358,7 +358,7 @@ def test_conversations_need_a_chat_template(call, save_run, instruct_run, tmp_pa
     monkeypatch.setattr(data.token_files, "HERE", tmp_path)
     done = call("data/prepare.py", tmp_path / "texts", "--name=texts-only")
     assert_success(done)
-    left_out = 'left out chats.jsonl (JSON with the "messages" of conversations, as in row 1: prep'
+    left_out = 'left out chats.jsonl (JSON with the "messages" of conversations, as in row 1: trai'
     assert left_out in done.stdout
 
 
