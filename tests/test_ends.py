@@ -177,6 +177,23 @@ def test_starts_and_ends_are_those_of_transformers(case):
             assert found[field] == expected[field], field
 
 
+@pytest.mark.parametrize(
+    "case, expected",
+    [
+        (("strings", "list", ""), (SETTINGS, "config.json", SETTINGS)),
+        (("none", "generation over config", ""), (GENERATION, GENERATION, GENERATION)),
+        (("map over strings", "other", ""), (MAP, "config.json", MAP)),
+    ],
+)
+def test_the_line_of_an_import_names_the_file_of_each_token(case, expected, tmp_path):
+    write(tmp_path, cases()[case])
+    ids = tokenizer_files.read_ids(tmp_path)
+    line = "before every text: none; between documents: <|begin|> (4, {}); "
+    line += "at an end: </s> (1, {}), <|eot|> (3, {})"
+    tokenizer, ends = tokenizer_files.read_tokenizer(tmp_path, ids, VOCAB_SIZE)
+    assert ends.describe(tokenizer) == line.format(*expected)
+
+
 def find_known(case, field):
     return next((KNOWN[part, field] for part in case if (part, field) in KNOWN), None)
 

@@ -179,8 +179,9 @@ def test_the_python_of_a_page_runs(page, reader):
 
 def test_the_readme_is_short():
     lines = README.splitlines()
-    assert len(lines) <= 180
-    assert max(len(line) for line in lines) <= 110
+    assert len(lines) <= 150
+    assert max(len(line) for line in lines if not line.startswith("|")) <= 110
+    assert f"one of {len(BUILT_IN)} [schemes]" in README
     assert f"`extend.py` has {len(METHODS)} methods for RoPE" in README
 
 
@@ -231,10 +232,8 @@ def test_the_documents_know_every_scheme_and_method():
     extension = (ROOT / "docs" / "extension.md").read_text(encoding="utf-8")
     for scheme in BUILT_IN:
         assert f"| `{scheme}` |" in schemes, scheme
-        assert f"`{scheme}`" in README, scheme
     for method in METHODS:
         assert f"| `{method}` |" in extension, method
-        assert f"`{method}`" in README, method
         for option in OPTIONS[method]:
             assert f"`{option}" in extension, (method, option)
 
