@@ -7,7 +7,7 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, main. At most 520 lines. A sequence is a function of (seed, its number in the run), so a run
+loop, main. At most 530 lines. A sequence is a function of (seed, its number in the run), so a run
 is the same on any number of processes, and one that was stopped resumes with the same bits.
 """
 
@@ -69,9 +69,8 @@ class TrainConfig:
     # other GPUs
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     compile: bool | None = None  # torch.compile; auto: on a GPU, and on a CPU in a long run
-    # recompute blocks in the backward pass, to save memory; offload: and keep their inputs, and the
-    # results of attention, in the memory of the CPU (no gain on a CPU; its speed on a GPU is not
-    # measured)
+    # recompute blocks in the backward pass, to save memory; offload: keep what this needs in the
+    # CPU's memory, which gains nothing on a CPU (speed on a GPU: not measured); not compiled
     checkpoint_activations: Literal["false", "true", "offload"] = "false"
     # each process keeps the whole model (ddp), or its share of weights, gradients, moments (fsdp)
     parallel: Literal["ddp", "fsdp"] = "ddp"
