@@ -75,6 +75,7 @@ from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError, note, require, run_main
 from nanolong.evaluation import comparison, provenance
+from nanolong.evaluation.repeats import BUCKETS
 from nanolong.run import is_evaluated, list_steps, lock, read_meta
 from nanolong.strict_json import write_json
 
@@ -231,6 +232,9 @@ def measures_of(flags):
         names = [f"{kind} {field}" for kind in kinds for field in ("accuracy", "nats", "gain")]
     else:
         names = given.get("--protocol", "chunked,last-quarter,token-aligned").split(",")
+        if "repeats" in names:
+            names.remove("repeats")
+            names += [f"repeats {bucket}" for bucket in BUCKETS]
     return dict.fromkeys(names, lengths)
 
 
@@ -465,7 +469,11 @@ def evaluate(folder, run_folder, words):
     for record in json.loads(records.read_text(encoding="utf-8")):
         length = record["length"]
         ids = record.get("ids", record.get("data_hash"))  # the parts of `position` have no ids
-        if record["task"] == "loss":
+        if record.get("protocol") == "repeats":
+            gain = "refused" if "refused" in record else record.get("gain", {}).get("mean")
+            # a bucket without a target has none
+            rows += [] if gain is None else [[f"repeats {record['bucket']}", length, gain, ids]]
+        elif record["task"] == "loss":
             name = " ".join(map(str, [record["protocol"], *record.get("position", ())[:1]]))
             rows.append([name, length, record.get("loss", "refused"), ids])
         elif record["task"] == "needle":

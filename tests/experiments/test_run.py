@@ -40,6 +40,31 @@ def run_mine(call, tmp_path, text_data, entries_do_not_stay):
     return run_mine
 
 
+def test_rows_are_what_evaluate_measures(monkeypatch, tmp_path):
+    """Needles at each depth and their mean; of repeats the gain by bucket."""
+    needle = {"task": "needle", "length": 64, "ids": "a"}
+    repeats = {"task": "loss", "protocol": "repeats", "length": 64, "loss": 2.0, "ids": "b"}
+    records = [
+        {**needle, "depth": 0.0, "accuracy": {"mean": 0.25}, "control": {"mean": 0.0}},
+        {**needle, "depth": 1.0, "accuracy": {"mean": 0.75}, "control": {"mean": 0.5}},
+        {**needle, "depth": 0.5, "length": 128, "refused": "too long"},
+        {**repeats, "bucket": "far", "gain": {"mean": 0.5}},
+        {**repeats, "bucket": "beyond", "tokens": 0},
+    ]
+    (tmp_path / "records.json").write_text(json.dumps(records))
+    monkeypatch.setattr(run, "call", lambda *args: None)
+    assert run.evaluate(tmp_path, "out/x", []) == [
+        ["needle 0", 64, 0.25, "a"],
+        ["needle 1", 64, 0.75, "a"],
+        ["needle 0.5", 128, "refused", "a"],
+        ["repeats far", 64, 0.5, "b"],
+        ["needle", 64, 0.5, "a"],
+        ["needle control", 64, 0.25, "a"],
+    ]
+    found = run.measures_of("--protocol=chunked,repeats --lengths=16,64")
+    assert {"chunked", "repeats far", "repeats pair far"} < found.keys() and "repeats" not in found
+
+
 def test_an_experiment_trains_extends_evaluates_and_says_which_arm_failed(
     run_mine, tmp_path, capfd
 ):
