@@ -5,6 +5,8 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from boards import make_board
@@ -63,6 +65,24 @@ def test_rows_are_what_evaluate_measures(monkeypatch, tmp_path):
     ]
     found = run.measures_of("--protocol=chunked,repeats --lengths=16,64")
     assert {"chunked", "repeats far", "repeats pair far"} < found.keys() and "repeats" not in found
+
+
+def test_data_are_made_again_when_the_experiment_changes(tmp_path, text_data):
+    made = []
+
+    def make_data(b):
+        assert not Path(b.data).exists()
+        Path(b.data).mkdir()
+        made.append(b)
+
+    file = tmp_path / "mine.py"
+    b = SimpleNamespace(dataset=str(text_data), data=str(tmp_path / "data"))
+    mine = SimpleNamespace(b=b, make_data=make_data, arms={"a": ["train --pos=rope"]}, file=file)
+    for text, n in (("A = 1", 1), ("A = 1", 1), ("A = 2", 2)):
+        file.write_text(text)
+        run.hash_file.cache_clear()  # as in the next process
+        run.prepare_data(mine)
+        assert len(made) == n
 
 
 def test_an_experiment_trains_extends_evaluates_and_says_which_arm_failed(
