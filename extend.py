@@ -75,6 +75,7 @@ class ExtendConfig(TrainConfig):
         require(self.max_tokens, "--max_tokens must be at least 1")
         is_used = self.lora or not (self.lora_alpha or self.lora_also)
         require(is_used, "--lora_alpha and --lora_also are settings of LoRA: give --lora=RANK too")
+        require(self.max_iters or not self.lora, "--lora trains: leave it out, or --max_iters=0")
         fits = self.parallel == "ddp" and self.optimizer == "adamw"
         problem = "--lora trains by AdamW, with whole matrices in every process"
         require(fits or not self.lora, f"{problem}: give --optimizer=adamw and --parallel=ddp")
@@ -100,7 +101,8 @@ KEPT = (
 
 def run_defaults(given, paths):
     """The defaults that depend on what is given. Raises UserError if there is no run."""
-    require(len(paths) == 1, "name the one run folder to extend, as in extend.py out/python-rope")
+    advice = "as in extend.py out/python-rope, also to resume"
+    require(len(paths) == 1, f"name the one run folder to extend, {advice}")
     folder = run.find_checkpoint(paths[0])
     parent = Path(paths[0]) if run.list_steps(paths[0]) else folder.parent
     meta = run.read_meta(folder)
@@ -173,11 +175,12 @@ def read_options(text):
             options = json.loads(Path(text).read_text(encoding="utf-8"))
         else:
             pairs = [item.split("=") for item in filter(None, text.split(","))]
+            require(all(len(pair) == 2 for pair in pairs), "lists go into a file")
             options = {name: parse_option(value) for name, value in pairs}
         if {"self", "method", "factor", "layers"}.isdisjoint(options.keys()):
             return options
         problem = "it sets an option that has its own flag"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, UserError) as error:
         problem = str(error)
     raise UserError(
         f"--options={text} cannot be used ({problem}): give NAME=VALUE,NAME=VALUE, or a file "
@@ -351,8 +354,9 @@ def main(argv=None):
         if not (cfg.resumes or cfg.overwrite):
             run.check_unused(cfg.out_dir)
         has_record = not cfg.max_iters or (cfg.dataset and cfg.learning_rate)
-        problem = f"{args.paths[0]} has no record of data and a learning rate above 0"
-        require(has_record, f"{problem}: give --dataset and --learning_rate, or --max_iters=0")
+        lacks = "--learning_rate" if cfg.dataset else "--dataset and --learning_rate"
+        problem = f"{args.paths[0]} has no record of its training"
+        require(has_record, f"{problem}: give {lacks}, or --max_iters=0")
         # Load, and extend.
         model = GPT.load(cfg.out_dir if cfg.resumes else args.paths[0], weights=weights)
         check.choose_kernels(model, device, devices.pick_dtype(cfg.dtype, device))

@@ -580,7 +580,7 @@ def check_config(config):
     require(
         pattern and set(pattern) <= set("FWNS") and len(pattern) <= config.n_layer,
         f"layer_pattern={pattern!r} is no word of the letters F, W, N and S, at most one for each "
-        f"of {config.n_layer} layers: give one such as FFFN",
+        f"of {config.n_layer} layers: give one such as {'FFFN'[: config.n_layer]}",
     )
     require(
         set(pattern).isdisjoint("WS") == (not window),

@@ -65,7 +65,10 @@ class SampleConfig:
     compile: bool = False
 
     def __post_init__(self):
-        require(0 < self.top_p <= 1, f"--top_p={self.top_p:g} is a probability, above 0")
+        require(
+            0 < self.top_p <= 1,
+            f"--top_p={self.top_p:g} is no probability: give one above 0, at most 1",
+        )
         require(self.min_p <= 1, f"--min_p={self.min_p:g} is a fraction, at most 1")
         require(self.num_samples >= 1, "--num_samples must be at least 1")
         require(self.chat or not self.system, "--system is part of a conversation: give --chat too")

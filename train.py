@@ -7,7 +7,7 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, main. At most 530 lines. A sequence is a function of (seed, its number in the run), so a run
+loop, main. At most 540 lines. A sequence is a function of (seed, its number in the run), so a run
 is the same on any number of processes, and one that was stopped resumes with the same bits.
 """
 
@@ -312,6 +312,8 @@ def check_finite(what, cfg, *numbers):
     """Raise FloatingPointError if one of the numbers is not finite."""
     if all(map(math.isfinite, numbers)):
         return
+    if what.endswith(" at step 0"):  # of a checkpoint, or of a scheme of one's own
+        raise FloatingPointError(f"{what} is not finite, before any training: check the scheme")
     raise FloatingPointError(
         f"{what} is not finite: stopped before the update; go on from the last checkpoint in "
         f"{cfg.out_dir} with a lower --learning_rate, or check the data"
@@ -460,6 +462,9 @@ def restore_state(model, cfg, train_length):
 # main
 
 
+RESUME_BY_EXTEND = "resume it by its own command and --init_from=resume --out_dir=FOLDER"
+
+
 def run_defaults(given, paths):
     """The defaults that settings.parse() asks for: the run folder, and another run's settings."""
     entries = [Path(file).stem for file in given.get("entry", ())]
@@ -473,7 +478,7 @@ def run_defaults(given, paths):
     dataset = data.short_name(given.get("dataset", TrainConfig.dataset))
     out_dir = given.get("out_dir") or f"out/{dataset}-{pos}"
     saved = run.settings_to_resume(given, out_dir) or saved
-    require("method" not in saved, f"{out_dir} was written by extend.py: resume it by extend.py")
+    require("method" not in saved, f"{out_dir} was written by extend.py: {RESUME_BY_EXTEND}")
     return {"pos": pos, **saved, "out_dir": out_dir}
 
 

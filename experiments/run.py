@@ -170,9 +170,11 @@ def choose_arms(experiment, cfg):
         first, *others = next(iter(experiment.arms.values())) or ["train"]
         words = [word for word in shlex.split(first) if not word.startswith("--pos=")]
         experiment.arms[name] = [shlex.join([*words, f"--entry={file}"]), *others]
+    is_once = len({*cfg.seeds}) == len(cfg.seeds)
+    require(is_once, "--seeds has one twice, and a run is measured once: name each once")
     for name in cfg.arms:
         if name not in experiment.arms:
-            known = ", ".join(experiment.arms)
+            known = ", ".join(experiment.arms) or "none, for ARMS is empty"
             raise UserError(f"there is no arm {name!r}: choose from {known}")
     chosen = [*cfg.arms, *entries] if cfg.arms else experiment.arms
     return {name: experiment.arms[name] for name in chosen}
@@ -193,7 +195,7 @@ def check_claims(experiment):
             raise UserError(f"claim {line!r}: there is no measure {claim.measure!r}, but {known}")
         for _, arm, length in claim.terms:
             if arm not in experiment.arms and not experiment.derive:
-                known = ", ".join(experiment.arms)
+                known = ", ".join(experiment.arms) or "none at all: give ARMS some"
                 raise UserError(f"claim {line!r}: there is no arm {arm!r}, but {known}")
             measured_at = lengths[claim.measure]
             if measured_at and count_tokens(length, experiment.b) not in measured_at:

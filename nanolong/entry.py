@@ -4,6 +4,7 @@ Such a file holds one class that derives from model.NoPE, and its imports. It is
 run, so it is only ever taken from the command line, never from a checkpoint.
 """
 
+import difflib
 import hashlib
 import importlib.util
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nanolong.errors import UserError, require
+from nanolong.errors import UserError, note, require
 
 ROOT = Path(__file__).resolve().parent.parent
 # files that training and evaluation execute
@@ -56,6 +57,10 @@ def load_entry(file, positions):
         len(schemes) == 1,
         f"--entry={file} has {len(schemes)} classes that derive from model.NoPE: leave exactly one",
     )
+    hooks = [hook for hook in vars(positions["nope"]) if not hook.startswith("_")]
+    for own in vars(schemes[0]).keys() - {*hooks}:
+        for hook in difflib.get_close_matches(own, hooks, 1, 0.75):
+            note(f"--entry={file}: {own} is no hook: did you mean {hook}?")
     positions[name] = schemes[0]
     loaded[schemes[0]] = source
     return name

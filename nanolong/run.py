@@ -245,6 +245,8 @@ def read_meta(folder):
     file = Path(folder) / "meta.json"
     try:
         meta = from_json(file.read_text(encoding="utf-8"))
+        is_dataset = "vocab_size" in meta and "format" not in meta
+        require(not is_dataset, f"{folder} is a dataset, and no checkpoint: give a run folder")
         version = meta["format"]
         intact = version != FORMAT or meta["checksums"]["meta.json"] == checksum_of_meta(meta)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -292,7 +294,8 @@ def settings_to_resume(given, out_dir):
         given["init_from"] = "resume" if steps else "scratch"
     if given.get("init_from") != "resume":
         return {}
-    require(steps, f"there is no checkpoint in {out_dir} to resume: leave --init_from out")
+    advice = "leave --init_from out, or give the --out_dir of the run"
+    require(steps, f"there is no checkpoint in {out_dir} to resume: {advice}")
     meta = read_meta(steps[-1])
     require(meta["train"], f"{steps[-1]} was not written by training: give another --out_dir")
     return {**meta["config"], **meta["train"], **OF_ONE_COMMAND}

@@ -116,6 +116,10 @@ def preset_names():
     return [file.relative_to(CONFIG).as_posix() for file in files]
 
 
+# names that other programs use, and people type
+ALIASES = {"lr": "learning_rate", "position": "pos", "pos_emb": "pos", "steps": "max_iters"}
+
+
 def convert(name, value, hints, where="the earlier run"):
     """Convert a value, text or of TOML or JSON, to the type of a setting.
 
@@ -125,7 +129,11 @@ def convert(name, value, hints, where="the earlier run"):
         similar = difflib.get_close_matches(name, hints, 1)
         advice = f"did you mean --{similar[0]}?" if similar else "--help lists them all"
         others = scripts_with(name)
-        if others:
+        if name in ALIASES and ALIASES[name] in hints:
+            advice = f"it is --{ALIASES[name]} here"
+        elif isinstance(value, dict):
+            advice = f"a preset has no sections: leave the line [{name}] out"
+        elif others:
             advice = f"it is a setting of {' and '.join(others)}"
         raise UserError(f"there is no setting {name!r} ({where}): {advice}")
     kind = hints[name]

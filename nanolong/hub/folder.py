@@ -64,6 +64,8 @@ def read_folder(folder):
         f"{folder} holds an adapter (LoRA), which is a change of another model: merge it into that "
         "model where you made it, and give the result",
     )
+    has_config = (folder / "config.json").is_file()
+    require(has_config, f"{folder} has no config.json: give the folder of a checkpoint")
     with as_user_error(folder / "config.json"):
         values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         model_type = values.get("text_config", values).get("model_type")
