@@ -245,12 +245,12 @@ def read_meta(folder):
     file = Path(folder) / "meta.json"
     try:
         meta = from_json(file.read_text(encoding="utf-8"))
-        is_dataset = "vocab_size" in meta and "format" not in meta
-        require(not is_dataset, f"{folder} is a dataset, and no checkpoint: give a run folder")
-        version = meta["format"]
+        # the meta.json of a dataset has none
+        version = meta["format"] if "vocab_size" not in meta else None
         intact = version != FORMAT or meta["checksums"]["meta.json"] == checksum_of_meta(meta)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise damaged(file, error) from None
+    require(version is not None, f"{folder} is a dataset, and no checkpoint: give a run folder")
     require(
         version == FORMAT,
         f"{file} has format {version!r:.20}, and this version reads {FORMAT}: use the version of "

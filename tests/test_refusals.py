@@ -116,6 +116,7 @@ OTHERS = [
     ("sample.py", "out/never-made", "train one by python train.py"),
     ("sample.py", "", "there is no run under out/"),
     ("sample.py", "RUN --top_p=0", "top_p=0"),
+    ("sample.py", "LETTERS", "is a dataset, and no checkpoint: give a run folder"),
     ("sample.py", "RUN --chat", "--start=TEXT"),
     ("sample.py", "RUN --lengths=5", "it is a setting of evaluate.py"),
     ("evaluate.py", "RUN --text=x.txt --vocab_size=5", "it is a setting of data/prepare.py"),
