@@ -161,7 +161,8 @@ class Batches:
         self.sequences_per_step = n * cfg.batch_size
         self.tokens_per_step = self.sequences_per_step * train_length
         # if the hidden states between blocks do not fit, an error, before the system ends the run
-        size = (len(model.blocks), cfg.batch_size, train_length // cfg.sequence_parallel)
+        n_kept = 1 if cfg.checkpoint_activations == "offload" else len(model.blocks)
+        size = (n_kept, cfg.batch_size, train_length // cfg.sequence_parallel)
         torch.empty(*size, model.config.n_embd, device=self.device)
         # processes take the micro-batches of a step in turn
         rank, self.world = parallel.data_rank_and_world()
@@ -308,12 +309,13 @@ def update(optimizers, grads, grad_norm, to_mean, state, cfg):
         optimizer.zero_grad()
 
 
-def check_finite(what, cfg, *numbers):
-    """Raise FloatingPointError if one of the numbers is not finite."""
+def check_finite(what, cfg, step, *numbers):
+    """Raise FloatingPointError if one of the numbers is not finite, after so many steps."""
     if all(map(math.isfinite, numbers)):
         return
-    if what.endswith(" at step 0"):  # of a checkpoint, or of a scheme of one's own
-        raise FloatingPointError(f"{what} is not finite, before any training: check the scheme")
+    if step == 0:  # a scheme of one's own, or weights from elsewhere
+        problem = f"{what} is not finite, before any training"
+        raise FloatingPointError(f"{problem}: check the scheme, the weights and the data")
     raise FloatingPointError(
         f"{what} is not finite: stopped before the update; go on from the last checkpoint in "
         f"{cfg.out_dir} with a lower --learning_rate, or check the data"
@@ -399,7 +401,8 @@ def fit(forward, optimizers, batches, state, stop, shown):
             metrics = estimate_loss(model, dataset, cfg, stop)
             stopped = metrics is None
             if metrics:
-                check_finite(f"the validation loss at step {state.step}", cfg, metrics["val_loss"])
+                where = f"the validation loss at step {state.step}"
+                check_finite(where, cfg, state.step, metrics["val_loss"])
                 last_eval = {"step": state.step, **metrics}
                 shown.evaluation(state, metrics)
         if stopped or state.step >= cfg.last_step:
@@ -423,7 +426,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
         may_overflow = cfg.dtype == "float16" and state.loss_scale > 1  # such a step is skipped
         where = f"the loss {loss:g} or gradient norm {grad_norm:g} of step {state.step + 1}"
         where += optim.name_bad_gradient(model, grad_norm)
-        check_finite(where, cfg, loss_sum, 0 if may_overflow else grad_norm)
+        check_finite(where, cfg, state.step, loss_sum, 0 if may_overflow else grad_norm)
         update(optimizers, grads, grad_norm, to_mean, state, cfg)
         del grads  # or they would take memory until the next step has its own
         state.step += 1

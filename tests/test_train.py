@@ -424,3 +424,12 @@ def test_bos_and_documents_are_those_of_the_settings(cfg, text_data):
     assert (len(whole.train.tokens), len(dataset.train.tokens)) == (1, 2)  # one file, two documents
     dataset = train.open_dataset(model, cfg(bos=False), 16)
     assert (dataset.batch(0, 8, 16, 1)[0][:, 0] != 256).any()
+
+
+def test_before_any_training_no_learning_rate_is_blamed(tmp_path):
+    cfg = train.TrainConfig(out_dir=str(tmp_path))
+    train.check_finite("the loss", cfg, 0, 1.0)
+    with pytest.raises(FloatingPointError, match="before any training: check the scheme"):
+        train.check_finite("the loss", cfg, 0, math.nan)
+    with pytest.raises(FloatingPointError, match="with a lower --learning_rate"):
+        train.check_finite("the loss", cfg, 1, 1.0, math.inf)
