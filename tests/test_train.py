@@ -430,6 +430,6 @@ def test_before_any_training_no_learning_rate_is_blamed(tmp_path):
     cfg = train.TrainConfig(out_dir=str(tmp_path))
     train.check_finite("the loss", cfg, 0, 1.0)
     with pytest.raises(FloatingPointError, match="before any training: check the scheme"):
-        train.check_finite("the loss", cfg, 0, math.nan)
+        train.check_finite("the loss", cfg, 0, float("nan"))
     with pytest.raises(FloatingPointError, match="with a lower --learning_rate"):
-        train.check_finite("the loss", cfg, 1, 1.0, math.inf)
+        train.check_finite("the loss", cfg, 1, 1.0, float("inf"))
