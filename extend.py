@@ -89,7 +89,8 @@ LORA = ("lora", "lora_alpha", "lora_also")
 # What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
 INHERITED = (
     *("dataset", "optimizer", "lr_schedule", "beta1", "beta2", "grad_clip"),
-    *("log_interval", "wandb", "device", "dtype", "checkpoint_activations", "seed"),
+    *("log_interval", "wandb", "device", "dtype", "checkpoint_activations"),
+    *("deterministic", "seed"),
 )
 # and what --keep_optimizer takes over besides, so that the training goes on
 KEPT = (

@@ -7,7 +7,7 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, main. At most 540 lines. A sequence is a function of (seed, its number in the run), so a run
+loop, main. At most 565 lines. A sequence is a function of (seed, its number in the run), so a run
 is the same on any number of processes, and one that was stopped resumes with the same bits.
 """
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 import data
+import kernels
 from kernels import check
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import devices, entry, optim, parallel, progress, run
@@ -68,7 +69,12 @@ class TrainConfig:
     # dtype of matrix products; auto: bfloat16 if the GPU has it, or the CPU has AMX, float16 on
     # other GPUs
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    compile: bool | None = None  # torch.compile; auto: on a GPU, and on a CPU in a long run
+    # torch.compile; auto: true on a GPU, and on a CPU in a long run; graphs: launch a pass as one
+    # CUDA graph, for small models
+    compile: Literal["auto", "false", "true", "graphs"] = "auto"
+    # the same bits at every run; false: what is faster, on a GPU with PyTorch's SDPA for attention
+    # without a bias, gates, documents or a window
+    deterministic: bool = True
     # recompute blocks in the backward pass, to save memory; offload: keep what this needs in the
     # CPU's memory, which gains nothing on a CPU (speed on a GPU: not measured); not compiled
     checkpoint_activations: Literal["false", "true", "offload"] = "false"
@@ -89,7 +95,11 @@ class TrainConfig:
         require(not has_rows, f"{problem}: give --optimizer=adamw")
         offloads = self.checkpoint_activations == "offload"
         problem = "--checkpoint_activations=offload is for a model that is not compiled"
-        require(not (offloads and self.compile), f"{problem}: give --compile=false")
+        compiles = self.compile in ("true", "graphs")
+        require(not (offloads and compiles), f"{problem}: give --compile=false")
+        takes_graphs = self.gradient_accumulation_steps == 1 and self.dtype != "float16"
+        problem = "--compile=graphs is for one micro-batch a step, and not for float16"
+        require(takes_graphs or self.compile != "graphs", f"{problem}: give --compile=true")
 
     @property
     def last_step(self):
@@ -286,6 +296,16 @@ def forward_backward(forward, batches, state):
     return sums
 
 
+def fill_caches(model, batches):
+    """Compute gradients, not compiled, and drop them: what is kept is then not in a graph's memory,
+    where the next step would overwrite it.
+    """
+    inputs, _, _ = batches.ready
+    with devices.autocast(batches.device, getattr(torch, batches.cfg.dtype)):
+        model(**inputs).backward()
+    model.zero_grad()
+
+
 def update(optimizers, grads, grad_norm, to_mean, state, cfg):
     """Clip the gradients, update the weights and clear the gradients.
 
@@ -355,12 +375,13 @@ def train(
 
         # the kernels, if their results agree with plain PyTorch
         masks = {"docs": cfg.separate_docs, "positions": max_position > 0}
+        kernels.use_sdpa(not cfg.deterministic)
         state.kernels = check.choose_kernels(model, device, getattr(torch, cfg.dtype), **masks)
 
         # the model on the device, compiled, and wrapped for several processes
         lengths = (train_length, cfg.eval_length or longest)
         parallel.share_sequences(cfg.sequence_parallel, model, lengths)
-        devices.prepare_device(device)
+        devices.prepare_device(device, cfg.deterministic)
         model.activation_checkpointing = cfg.checkpoint_activations != "false"
         model.activation_offload = cfg.checkpoint_activations == "offload"
         forward = parallel.distribute(
@@ -370,6 +391,8 @@ def train(
         if cfg.continues:
             run.load_optimizers(model, optimizers, vars(cfg))
         batches = Batches(dataset, model, cfg, train_length, max_position, state.sequences)
+        if cfg.compile == "graphs":
+            fill_caches(model, batches)
         progress.print_header(batches, state)
         shown = progress.RunLog(batches, state)
         try:
@@ -441,7 +464,11 @@ def decide_auto(model, cfg, length, device):
     pays = devices.compilation_pays(model, cfg.max_iters, n_tokens, length, device)
     pays = pays and cfg.checkpoint_activations != "offload"
     dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
-    compiles = devices.pick_compile(cfg.compile, device, pays)
+    wanted = {"auto": None, "false": False}.get(cfg.compile, True)
+    compiles = str(devices.pick_compile(wanted, device, pays)).lower()
+    if cfg.compile == "graphs":
+        require(device.type == "cuda", "--compile=graphs needs a GPU: give --compile=true")
+        compiles = "graphs"
     dtype, compiles = parallel.broadcast((dtype, compiles))
     return replace(cfg, dtype=dtype, compile=compiles)
 

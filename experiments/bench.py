@@ -97,7 +97,7 @@ VARIANTS = {
     "plain_loss": "the loss in plain PyTorch, not compiled, too",
     "sdpa": "attention by PyTorch's SDPA",
     "deterministic": "deterministic algorithms, as train.py asks for",
-    "free": "train.py without deterministic algorithms",
+    "free": "train.py --deterministic=false",
     "combo": "torch.compile with combo_kernels",
     "graphs": "torch.compile with mode=reduce-overhead",
 }
@@ -132,13 +132,6 @@ def patched(variant, device):
         if "sdpa" in parts:
             attention = operators.peer_attention
             stack.enter_context(mock.patch.object(kernels, "attention", attention))
-        if "graphs" in parts and kernels.triton_runs(device):
-            from kernels import flash
-
-            # in a graph the kernels would find their tiles again in every step
-            stack.enter_context(mock.patch.object(flash, "tile_segments", segments_as_before))
-        if "free" in parts:
-            stack.enter_context(mock.patch.object(torch, "use_deterministic_algorithms"))
         yield
 
 
@@ -153,14 +146,6 @@ def rotate_by_kernel(q, k, cos, sin):
     from kernels import rotary
 
     return rotary.rope(q, k, cos, sin)
-
-
-def segments_as_before(docs, positions, *where):
-    """The tiles to visit, from the step before, which was in no graph."""
-    from kernels import flash
-
-    assert docs is None and positions is None, "a graph has no documents here"
-    return flash.segments_by_index(*where)
 
 
 def chunks_of_512_mib(x, weight):
@@ -307,7 +292,7 @@ def time_programs(cfg, device):
     """Whole processes: each is a train.py on the same random tokens, and counts as the median over
     the steps that it logs. Characters, not compiled: also the time from its start to the first
     step, imports included."""
-    refuse_parts(cfg, "programs", "deterministic", "combo", "graphs")
+    refuse_parts(cfg, "programs", "deterministic", "combo")
     for case, shape, dtype, compiled, steps in training_cases(cfg, device):
         work = (shape["batch_size"] * shape["block_size"], "tokens/s")
         with tempfile.TemporaryDirectory() as folder:
@@ -344,7 +329,11 @@ def program_settings(cfg, device, shape, dtype, compiled, steps, folder):
     for name in (DEFAULT,) if cfg.toy else ARCHITECTURES:  # a process takes seconds to start
         programs[name] = (ROOT, "", {**settings, **ARCHITECTURES[name], "overwrite": True})
     for variant in cfg.variants:
-        programs[f"{DEFAULT}, {variant}"] = (ROOT, variant, {**settings, "overwrite": True})
+        parts = parts_of(variant)
+        own = {**settings, "overwrite": True, "deterministic": "free" not in parts}
+        if "graphs" in parts and compiled:
+            own["compile"] = "graphs"
+        programs[f"{DEFAULT}, {variant}"] = (ROOT, variant, own)
     return programs
 
 

@@ -158,7 +158,7 @@ bench 08-each-line 200 train $gpt2 --compiled=true --steps=30 $theirs \
 bench 09-compiler 150 train $gpt2 --compiled=true --steps=30 $theirs \
   --variants=combo,graphs,sdpa+combo+graphs
 bench 10-loss 30 loss
-bench 11-programs 150 programs $gpt2 --compiled=true --steps=60 --rounds=1 --variants=free $theirs
+bench 11-programs 150 programs $gpt2 --compiled=true --steps=60 --rounds=1 --variants=free,graphs $theirs
 bench 12-eager 60 train $gpt2 --compiled=false --steps=16 \
   --variants=before,plain_loss,sdpa $theirs
 bench 13-schemes 200 schemes "--shapes=$schemes" $short --steps=10

@@ -127,7 +127,7 @@ def train_on_samples(model, make_batch, steps, learning_rate, warmup, device, we
 
 def take_steps(model, make_batch, optimizers, rates, device):
     """Take a training step at each learning rate."""
-    prepare_device(device)
+    prepare_device(device, deterministic=True)
     model.train()
     for step, rate in enumerate(rates):
         x, y = make_batch(step)

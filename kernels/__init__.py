@@ -58,7 +58,26 @@ def attention(q, k, v, *, bias=None, length=None, shared=None, **options):
     from . import flash
 
     q, k = q.to(v.dtype), k.to(v.dtype)  # as in reference.py
+    if bias is None and _sdpa_computes(q, k, **options):
+        causal, scale = options.get("causal", True), options.get("scale")
+        grouped = q.shape[1] != k.shape[1]
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     return flash.attention(q, k, v, bias=bias, shared=shared, **options)
+
+
+def _sdpa_computes(
+    q, k, *, window=0, gates=None, docs=None, positions=None, return_lse=False, **options
+):
+    """Whether PyTorch's SDPA computes attention without a bias: see use_sdpa()."""
+    B, H, T, D = q.shape
+    has_window = window > 0 and (window < T or positions is not None)
+    has_term = gates is not None or docs is not None or has_window
+    # its log-sum-exp has no gradient, and its causal mask starts at the first key
+    fits = _is_sdpa_allowed and not (has_term or return_lse) and T == k.shape[2]
+    # what FlashAttention and cuDNN take; the latter plans for each shape, 30 ms a short prompt
+    fits = fits and q.element_size() == 2 and D % 8 == 0 and D <= 128
+    return fits and (T >= 128 or (torch.is_grad_enabled() and q.requires_grad))
 
 
 def linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0):
@@ -169,6 +188,23 @@ def use_triton(allowed):
 def triton_runs(device):
     """Whether Triton kernels run on a torch.device."""
     return _is_allowed and _can_run(device)
+
+
+_is_sdpa_allowed = False
+
+
+def use_sdpa(allowed):
+    """Let PyTorch's SDPA compute attention without a bias, gates, documents or a window on a GPU.
+
+    It takes cuDNN or FlashAttention, whose gradients have other bits at every run. Where plain
+    PyTorch computes all (use_triton()), this changes nothing.
+    """
+    global _is_sdpa_allowed
+    _is_sdpa_allowed = allowed
+
+
+def sdpa_is_allowed():
+    return _is_sdpa_allowed
 
 
 # torch.compile calls it while it traces. torch.compiler.assume_constant_result sets this,

@@ -403,6 +403,7 @@ def _dq_kernel(call, segments, OUT, LSE, DOUT, DLSE, DQ, DELTA, BM: tl.constexpr
     if gates is not None:
         start, _ = _load_gates(call, gates, i0 + BM // 2)
         lse -= _gates_since(call, gates, start, i0 + r)
+    # of zeros, too, for without this load the kernel takes 80 registers more on sm_90
     dlse = tl.load(DLSE + row, mask=in_range, other=0.0)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
 
@@ -617,6 +618,50 @@ def _sweep_kernel(call, segments, LSE, DOUT, DELTA, DBIAS, B, first_diagonal, BM
 
 
 @triton.jit
+def _table_kernel(
+    PARTIAL, TOTAL, REACHED, GRAD, m, d0, splits, diagonals,
+    BM: tl.constexpr, BN: tl.constexpr, IS_REACHED: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of one head's table: GRAD (H, m), in natural units.
+
+    PARTIAL: the sweep's, of which the first number is the sum at distance d0. Neighbouring
+    diagonals overlap by BM. TOTAL (H,): what all entries sum to; None: 0. The last one is the rest,
+    or exactly 0 if no query reaches it: an optimizer would make steps of a rounding. Whether one
+    does is in REACHED, or if that is None IS_REACHED.
+    """
+    h = tl.program_id(0).to(tl.int64)
+    H = tl.num_programs(0)
+    others = 0.0
+    for start in tl.range(0, m, BN):
+        n = start + tl.arange(0, BN)
+        grad = tl.zeros([BN], tl.float32)
+        # of keys before the query, and after it
+        for sign in tl.static_range(-1, 2, 2):
+            at = -sign * n - d0
+            is_counted = (n < m - 1) & (at >= 0) & ((n > 0) | (sign < 0))
+            low = tl.zeros([BN], tl.float32)
+            high = tl.zeros([BN], tl.float32)
+            for split in tl.range(0, splits):
+                # of diagonal at // BM the first half, and of the one before the second
+                row = PARTIAL + (split * H + h) * diagonals * (2 * BM) + at + at // BM * BM
+                low += tl.load(row, mask=is_counted & (at < diagonals * BM), other=0.0)
+                is_high = is_counted & (at >= BM) & (at < (diagonals + 1) * BM)
+                high += tl.load(row - BM, mask=is_high, other=0.0)
+            grad += low + high
+        grad *= LN2  # the table arrived in log2 units
+        tl.store(GRAD + h * m + n, grad, mask=n < m - 1)
+        others += tl.sum(grad, 0)
+    rest = -others
+    if TOTAL is not None:
+        rest += tl.load(TOTAL + h) * LN2
+    if REACHED is not None:
+        rest = tl.where(tl.load(REACHED), rest, 0.0)
+    elif not IS_REACHED:
+        rest = 0.0
+    tl.store(GRAD + h * m + m - 1, rest)
+
+
+@triton.jit
 def _reach_kernel(call, segments, REACHED, BM: tl.constexpr, BN: tl.constexpr):
     """Find out for BM queries of one sequence whether any sees a key at a clipped distance."""
     block = tl.program_id(0)
@@ -652,21 +697,36 @@ class Tile(NamedTuple):
     BN: int  # keys
     warps: int
     stages: int  # of software pipelining
+    registers: int = 0  # the most of a thread, on CUDA; 0: the compiler decides
 
 
 KERNELS = ("forward", "dq", "dkdv", "sweep")
+KINDS = ("none", "slopes", "table")
 # 16-bit elements: the architecture and the head dimension, rounded up, to a Tile for each of
 # KERNELS. sm_90: and newer data-centre cards; small: cards with 99 KiB of shared memory. A row for
-# attention without a bias on one architecture goes before the general one.
+# one of KINDS on one architecture goes before the general one.
+# A bound on registers is for calls without a window or documents: there it spills at most 8 bytes,
+# and a multiprocessor has room for a program more.
 TILES = {
     ("sm_80", 64): ((128, 32, 4, 3), (128, 64, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_80", 128): ((64, 64, 4, 2), (128, 32, 8, 3), (16, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_90", 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
+    ("sm_90 slopes", 64): (
+        (64, 64, 4, 2, 128),
+        (64, 64, 4, 2, 168),
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+    ),
+    ("sm_90 table", 64): ((64, 64, 4, 2), (64, 64, 4, 2, 168), (64, 64, 4, 2), (64, 64, 4, 3)),
     ("sm_90", 128): ((128, 64, 8, 3), (128, 64, 8, 3), (32, 128, 8, 3), (64, 64, 4, 3)),
     ("sm_90 none", 128): ((64, 64, 4, 3), (128, 64, 8, 3), (32, 128, 8, 3), (64, 64, 4, 3)),
     ("small", 64): ((64, 64, 4, 2), (64, 32, 8, 2), (32, 64, 4, 1), (32, 32, 4, 2)),
     ("small", 128): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 2)),
 }
+# sm_90's, without bounds, which spill there
+TILES["sm_100", 64] = TILES["sm_90", 64]
+TILES["sm_100", 128] = TILES["sm_90", 128]
+TILES["sm_100 none", 128] = TILES["sm_90 none", 128]
 SWEEP_PROGRAMS = 512  # about so many, if the tiles allow: a diagonal is split to get there
 
 
@@ -680,12 +740,11 @@ def tile_for(q, kind, kernel):
         side = 16 if D > 64 else 32
         return Tile(side, side, 8, 1)
     width = 64 if D <= 64 else 128
-    row = TILES[family, width]
-    if kind == NONE.value:
-        row = TILES.get((f"{family} none", width), row)
+    row = TILES.get((f"{family} {KINDS[kind]}", width)) or TILES[family, width]
     return Tile(*row[KERNELS.index(kernel)])
 
 
+@functools.cache
 def device_family(device):
     """The architecture in TILES of a device, and how float32 products are computed there.
 
@@ -696,7 +755,7 @@ def device_family(device):
     if torch.version.hip:
         return "small", "ieee"
     major, minor = torch.cuda.get_device_capability(device)
-    known = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_90", (10, 3): "sm_90"}
+    known = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
     return known.get((major, minor), "small"), "tf32x3"
 
 
@@ -798,7 +857,22 @@ def find_segments(some, whole, clipped, of_keys):
     return torch.stack((zero, sinks_end, lo, left, right, hi, *near, *clipped), -1)
 
 
-segments_by_index = functools.lru_cache(maxsize=128)(functools.partial(tile_segments, None, None))
+_by_index = {}
+
+
+def segments_by_index(*where):
+    """tile_segments() where nothing but indices decides: once for all calls of these sizes.
+
+    In a CUDA graph, unless known before: a tensor computed there has no values outside of it.
+    """
+    segments = _by_index.get(where)
+    if segments is None:
+        segments = tile_segments(None, None, *where)
+        if where[-1].type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            if len(_by_index) >= 128:
+                _by_index.clear()
+            _by_index[where] = segments
+    return segments
 
 
 @torch.library.custom_op("nanolong::tile_segments", mutates_args=())
@@ -853,6 +927,52 @@ def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, shar
 # -----------------------------------------------------------------------------
 # Launching the kernels
 
+_compiled = {}  # kernels that have run
+
+
+def run(kernel, x, grid, arguments, constants, **options):
+    """Run kernel[grid](*arguments, **constants, **options) on the device of the tensor x.
+
+    A kernel that has run is launched without Triton's search for it, which takes 20 us of 25.
+    constants: the tl.constexpr arguments, which come last, in order. grid: three numbers.
+    """
+    values = *constants.values(), *options.values()
+    key = (kernel, x.device, *signature(arguments), *signature(values))
+    compiled = _compiled.get(key)
+    with torch.cuda.device_of(x):  # Triton launches kernels on the current device
+        if compiled is not None:
+            compiled[grid](*arguments, *constants.values())
+            return
+        compiled = kernel[grid](*arguments, **constants, **options)
+    if compiled is not None:  # the interpreter has none
+        if len(_compiled) >= 4096:
+            _compiled.clear()
+        _compiled[key] = compiled
+
+
+NUMBERS = (int, float, bool, type(None))
+
+
+def signature(arguments):
+    """What Triton compiles a kernel for: dtypes, whether a tensor starts at a multiple of 16 bytes,
+    and of a number its type, size and some divisors, which follow from its value.
+    """
+    known = []
+    for x in arguments:
+        kind = type(x)
+        if kind in NUMBERS:
+            known += kind, x
+        elif kind is Rows:
+            ptr, *strides = x
+            known += ptr.dtype, ptr.data_ptr() % 16, *strides
+        elif kind is Call:
+            known += signature(x)
+        elif kind is tl.constexpr:
+            known += type(x.value), x.value
+        else:
+            known += x.dtype, x.data_ptr() % 16
+    return known
+
 
 def kind_of(bias):
     """The kind of bias, and the number m of distances of a table."""
@@ -887,20 +1007,24 @@ def in_two_parts(gates):
 
 def make_call(q, k, v, bias, gates, docs, positions, window, sinks, causal, scale):
     kind, m = kind_of(bias)
-    D = q.shape[3]
+    _, H, Tq, D = q.shape
+    _, HK, Tk, _ = k.shape
     precision = device_family(q.device)[1] if q.dtype == torch.float32 else "ieee"
     return Call(
-        q=as_rows(q), k=as_rows(k), v=as_rows(v), bias=per_distance(bias), gates=as_rows(gates),
-        pos=per_token(positions), docs=per_token(docs),
-        Tq=q.shape[2], Tk=k.shape[2], m=m, window=window or None, sinks=sinks,
-        scale=scale * LOG2E, G=q.shape[1] // k.shape[1],
-        D=tl.constexpr(D), DP=tl.constexpr(max(16, triton.next_power_of_2(D))),
-        KIND=tl.constexpr(kind), CAUSAL=tl.constexpr(causal), PRECISION=tl.constexpr(precision),
+        as_rows(q), as_rows(k), as_rows(v), per_distance(bias), as_rows(gates),
+        per_token(positions), per_token(docs), Tq, Tk, m, window or None, sinks, scale * LOG2E,
+        H // HK, *constants(D, max(16, triton.next_power_of_2(D)), kind, causal, precision),
     )  # fmt: skip
 
 
-def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
-    """Launch one of KERNELS with the tensors that it takes after the call's.
+@functools.cache
+def constants(*values):
+    """The fields of a Call that are known when a kernel is compiled."""
+    return tuple(map(tl.constexpr, values))
+
+
+def launch(kernel, name, call, segments, *arguments, grid=None):
+    """Launch one of KERNELS with the arguments that it takes after the call's.
 
     segments: result of prepare_mask(). grid: by default a program for each row of segments and each
     head.
@@ -911,21 +1035,19 @@ def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
         segments = segments[KERNELS.index(name)]
     elif name == "sweep":
         segments = None
-    else:  # Nothing but indices decides: once for all calls of these sizes.
+    else:
         where = (call.window or 0, call.sinks, call.Tq, call.Tk, call.m, call.CAUSAL.value)
-        # a tensor computed in a CUDA graph has no values outside of it
-        in_graph = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        find = functools.partial(tile_segments, None, None) if in_graph else segments_by_index
-        segments = find(*where, tile.BM, tile.BN, name == "dkdv", q.device)
+        segments = segments_by_index(*where, tile.BM, tile.BN, name == "dkdv", q.device)
+    sizes = {"BM": tile.BM}
     if name != "sweep":  # whose tiles are square
         sizes["BN"] = tile.BN
         heads = (call.k.ptr if name == "dkdv" else q).shape[1]
         grid = grid or (segments.shape[1], heads, len(q))
-    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
-        kernel[grid](
-            call, per_token(segments), *tensors,
-            **sizes, BM=tile.BM, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.registers and call.window is None and call.docs is None:
+        options["maxnreg"] = tile.registers
+    arguments = call, per_token(segments), *arguments
+    run(kernel, q, grid, arguments, sizes, **options)
 
 
 def empty_output(x):
@@ -959,7 +1081,25 @@ def kernel_layout(x):
 # The operators
 
 
-@torch.library.custom_op("nanolong::attention", mutates_args=())
+def operator(name, fake):
+    """Register a function as an operator, which torch.compile does not look into: a decorator.
+
+    fake: function of the same arguments that returns empty results. torch.library.custom_op does
+    more, at three times the cost of a call: an autograd.Function differentiates these.
+    """
+
+    def register(function):
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", function)
+        torch.library.register_fake(name, fake)
+        namespace, _, own = name.partition("::")
+        return getattr(getattr(torch.ops, namespace), own).default
+
+    return register
+
+
+@operator("nanolong::attention", empty_results)
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     bias: torch.Tensor | None, gates: torch.Tensor | None,
@@ -976,46 +1116,63 @@ def _attention(
     return out, lse
 
 
-_attention.register_fake(empty_results)
+def _empty_grads(q, k, v, bias, gates, bias_grad):
+    """Empty dq, dk, dv, and with bias_grad float32 dbias or dgates, whichever there is."""
+    terms = [x for x in (bias, gates) if x is not None and bias_grad]
+    grads = [empty_output(x) for x in (q, k, v)]
+    return grads + [x.new_empty(x.shape, dtype=torch.float32) for x in terms]
 
 
-@torch.library.custom_op("nanolong::attention_backward", mutates_args=())
+def _fake_grads(dout, dlse, out, lse, q, k, v, bias, gates, *others):
+    return _empty_grads(q, k, v, bias, gates, bias_grad=others[-1])
+
+
+@operator("nanolong::attention_backward", _fake_grads)
 def _attention_backward(
-    dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     bias: torch.Tensor | None, gates: torch.Tensor | None,
     docs: torch.Tensor | None, positions: torch.Tensor | None, segments: list[torch.Tensor],
     window: int, sinks: int, causal: bool, scale: float, bias_grad: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The backward pass: dq, dk, dv, dbias and dgates, empty if there is none."""
+    """The backward pass: dq, dk, dv, and with bias_grad dbias or dgates."""
     grads = _empty_grads(q, k, v, bias, gates, bias_grad)
-    dq, dk, dv, dbias, dgates = grads
+    dq, dk, dv, *of_term = grads
+    dgates = of_term[0] if of_term and gates is not None else None
     if not out.numel():
         return [x.zero_() for x in grads]
     dout, q, k, v = (kernel_layout(x) for x in (dout, q, k, v))
-    dlse = (dlse * LOG2E).contiguous()  # of the log-sum-exp in log2 to natural units
+    if dlse is not None:
+        dlse = (dlse * LOG2E).contiguous()  # of the log-sum-exp in log2 to natural units
     terms = bias, in_two_parts(gates)
     call = make_call(q, k, v, *terms, docs, positions, window, sinks, causal, scale)
     kind = call.KIND.value if bias_grad else NONE.value
 
     delta = torch.empty_like(lse)
-    tensors = as_rows(out), lse, as_rows(dout), dlse, as_rows(dq), delta
+    of_rows = torch.zeros_like(lse) if dlse is None else dlse
+    tensors = as_rows(out), lse, as_rows(dout), of_rows, as_rows(dq), delta
     launch(_dq_kernel, "dq", call, segments, *tensors)
-    dkey = dgates if dgates.numel() else None
+    dkey = dgates
     if kind == SLOPES.value:
         dkey = lse.new_empty(*lse.shape[:2], call.Tk)
     tensors = lse, as_rows(dout), delta, as_rows(dk), as_rows(dv), dkey
     launch(_dkdv_kernel, "dkdv", call, segments, *tensors)
-    if dgates.numel():
+    if dgates is not None and dlse is not None:
         dgates[..., call.Tk - call.Tq :] += dlse
     if kind == SLOPES.value:
-        dbias.copy_(dkey.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
+        of_term[0].copy_(dkey.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
     if kind == TABLE.value:
-        by_distance, d0, BM = _sweep(call, segments, lse, dout, delta)
-        # the table arrived in log2 units
-        total = dlse.sum((0, 2)) / LOG2E
-        is_reached = reaches_last_entry(call, segments)
-        sum_by_distance(dbias, by_distance / LOG2E, total, is_reached, d0, BM)
+        partial, d0, BM = _sweep(call, segments, lse, dout, delta)
+        splits, H, diagonals, _ = partial.shape
+        total = None if dlse is None else dlse.sum((0, 2))
+        reached = reaches_last_entry(call, segments)
+        is_known = isinstance(reached, bool)
+        run(
+            _table_kernel, lse, (H, 1, 1),
+            (partial, total, None if is_known else reached, of_term[0], call.m, d0, splits, diagonals),
+            {"BM": BM, "BN": 1024, "IS_REACHED": is_known and reached},
+            num_warps=4,
+        )  # fmt: skip
     return grads
 
 
@@ -1044,14 +1201,13 @@ def _sweep(call, segments, lse, dout, delta):
     # The number of splits depends on the shapes alone, so the same sums come out on every device.
     tiles = B * triton.cdiv(call.Tq, BM)
     splits = max(1, min(SWEEP_PROGRAMS // (H * max(1, diagonals)), tiles))
-    by_distance = lse.new_empty(splits, H, diagonals, 2 * BM)
+    partial = lse.new_empty(splits, H, diagonals, 2 * BM)
     if diagonals:
         launch(
             _sweep_kernel, "sweep", call, segments,
-            lse, as_rows(dout), delta, by_distance,
-            grid=(diagonals, H, splits), B=B, first_diagonal=first,
+            lse, as_rows(dout), delta, partial, B, first, grid=(diagonals, H, splits),
         )  # fmt: skip
-    return by_distance, d0, BM
+    return partial, d0, BM
 
 
 def reaches_last_entry(call, segments):
@@ -1064,63 +1220,32 @@ def reaches_last_entry(call, segments):
         )
         return reached.any()
     is_near = call.window and call.window < call.m and not call.sinks
-    return call.Tk >= call.m and not is_near
+    return bool(call.Tk >= call.m and not is_near)
 
 
-def sum_by_distance(grad, partial, total, is_reached, d0, BM):
-    """Write the gradient of a table into grad (H, m).
+class _Attention(torch.autograd.Function):
+    """The operators, differentiated: `options` are the numbers that both take."""
 
-    partial (splits, H, diagonals, 2 BM): the sums of the sweep, by distance from d0 on, where
-    neighbouring diagonals overlap by BM. total (H,): what all entries sum to. The last one is
-    the rest, or exactly 0 if no query reaches it: an optimizer would make steps of a rounding.
-    """
-    partial = partial.sum(0)
-    heads, diagonals, _ = partial.shape
-    by_distance = partial.new_zeros(heads, (diagonals + 1) * BM)
-    by_distance[:, :-BM] += partial[:, :, :BM].flatten(1, 2)
-    by_distance[:, BM:] += partial[:, :, BM:].flatten(1, 2)
-    distance = (d0 + torch.arange(by_distance.shape[1], device=grad.device)).abs()
-    grad.zero_()
-    # At most two numbers meet in an entry, a key's before and one's after the query, so that their
-    # order does not matter. The last entry is written below.
-    grad.index_add_(1, distance.clamp(max=grad.shape[1] - 1), by_distance)
-    grad[:, -1] = 0
-    grad[:, -1] = (total - grad.sum(1)) * is_reached
+    @staticmethod
+    def forward(ctx, return_lse, options, q, k, v, bias, gates, docs, positions, *segments):
+        tensors = q, k, v, bias, gates, docs, positions
+        out, lse = _attention(*tensors, list(segments), *options)
+        ctx.save_for_backward(out, lse, *tensors, *segments)
+        ctx.options = options
+        return (out, lse) if return_lse else out
 
-
-def _empty_grads(q, k, v, bias, gates, bias_grad):
-    """Empty dq, dk, dv, and float32 dbias and dgates; of size 0 if there is none."""
-    grads = [empty_output(x) for x in (q, k, v)]
-    shapes = [x.shape if bias_grad and x is not None else (0,) for x in (bias, gates)]
-    return grads + [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
-
-
-@_attention_backward.register_fake
-def _(dout, dlse, out, lse, q, k, v, bias, gates, *others):
-    return _empty_grads(q, k, v, bias, gates, bias_grad=others[-1])
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, segments, ctx.window, ctx.sinks, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output, *segments)
-
-
-def _backward(ctx, dout, dlse):
-    saved = ctx.saved_tensors
-    *tensors, out, lse = saved[:9]
-    segments = list(saved[9:])
-    needed = ctx.needs_input_grad[:5]  # the last two: bias and gates
-    grads = _attention_backward(
-        dout, dlse, out, lse, *tensors, segments,
-        ctx.window, ctx.sinks, ctx.causal, ctx.scale, any(needed[3:]),
-    )  # fmt: skip
-    of_inputs = zip(grads, tensors[:5], needed, strict=True)
-    grads = [g.to(x.dtype) if is_needed else None for g, x, is_needed in of_inputs]
-    no_grads = [None] * 4  # window, sinks, causal, scale
-    return *grads, None, None, [None] * len(segments), *no_grads
-
-
-_attention.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        out, lse, *saved = ctx.saved_tensors
+        tensors, segments = saved[:7], saved[7:]
+        needed = ctx.needs_input_grad[2:7]  # the last two: bias and gates
+        grads = _attention_backward(
+            dout, dlse, out, lse, *tensors, segments, *ctx.options, any(needed[3:])
+        )
+        dq, dk, dv, *of_term = grads
+        dbias = of_term[0] if needed[3] else None
+        dgates = of_term[0].double() if needed[4] else None
+        return None, None, dq, dk, dv, dbias, dgates, None, None, *[None] * len(segments)
 
 
 # -----------------------------------------------------------------------------
@@ -1149,8 +1274,8 @@ def attention(
         tensors, docs, positions, window, sinks, causal, needs_grad(tensors), shared
     )
     options = (window, sinks, causal, scale)
-    out, lse = _attention(*tensors, docs, positions, segments, *options)
-    return (out, lse * math.log(2)) if return_lse else out
+    result = _Attention.apply(return_lse, options, *tensors, docs, positions, *segments)
+    return (result[0], result[1] * math.log(2)) if return_lse else result
 
 
 def needs_grad(tensors):

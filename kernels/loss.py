@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .flash import run
+
 BLOCK = 8192  # columns of a step: 98 registers a thread with 8 warps
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -72,9 +74,7 @@ def row_losses(logits, targets, z_loss, has_grad):
     N, V = logits.shape
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
     if N:
-        with torch.cuda.device_of(logits):  # Triton launches kernels on the current device
-            _loss_kernel[N,](
-                logits, targets, losses, V, z_loss,
-                BV=min(BLOCK, triton.next_power_of_2(V)), HAS_GRAD=has_grad, num_warps=8,
-            )  # fmt: skip
+        sizes = {"BV": min(BLOCK, triton.next_power_of_2(V)), "HAS_GRAD": has_grad}
+        arguments = logits, targets, losses, V, float(z_loss)
+        run(_loss_kernel, logits, (N, 1, 1), arguments, sizes, num_warps=8)
     return losses, logits if has_grad else None

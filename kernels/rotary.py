@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .flash import DTYPES, as_rows, empty_output, require
+from .flash import DTYPES, Rows, as_rows, empty_output, operator, require, run
 
 GROUP = tl.constexpr(4)  # heads of a program, of the queries and of the keys
 
@@ -73,7 +73,7 @@ def empty_outputs(q, k, *others):
     return empty_output(q), empty_output(k)
 
 
-@torch.library.custom_op("nanolong::rope", mutates_args=())
+@operator("nanolong::rope", empty_outputs)
 def _rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,36 +84,32 @@ def _rope(
     half = cos.shape[-1]
     if not (B and T and D):
         return q_out, k_out
-    # tables of one head, the same for all sequences or not
-    tables = (x.contiguous().expand(B, T, half)[:, None] for x in (cos, sin))
+    # tables of all heads, the same for all sequences or not
+    tables = (x.contiguous() for x in (cos, sin))
+    tables = (Rows(x, T * half if x.dim() == 3 else 0, 0, half) for x in tables)
     # a tile of 4 KiB of bfloat16: each thread loads and stores 16 bytes at a time
     BT = max(1, 2048 // triton.next_power_of_2(D))
     HK = k.shape[1]
     groups = triton.cdiv(max(H, HK), GROUP.value)
-    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
-        _rotate_kernel[triton.cdiv(T, BT), groups, B](
-            *map(as_rows, (q, k, q_out, k_out, *tables)), H, HK, T,
-            D=D, HALF=half, HALF_P2=triton.next_power_of_2(max(half, 1)), BT=BT,
-            INVERSE=inverse, num_warps=4,
-        )  # fmt: skip
+    half_p2 = triton.next_power_of_2(max(half, 1))
+    run(
+        _rotate_kernel, q, (triton.cdiv(T, BT), groups, B),
+        (*map(as_rows, (q, k, q_out, k_out)), *tables, H, HK, T),
+        {"D": D, "HALF": half, "HALF_P2": half_p2, "BT": BT, "INVERSE": inverse}, num_warps=4,
+    )  # fmt: skip
     return q_out, k_out
 
 
-_rope.register_fake(empty_outputs)
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rope(q, k, cos, sin, False)
 
-
-def _setup_context(ctx, inputs, output):
-    _, _, cos, sin, ctx.inverse = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _backward(ctx, dq, dk):
-    cos, sin = ctx.saved_tensors
-    dq, dk = _rope(dq, dk, cos, sin, not ctx.inverse)
-    return dq, dk, None, None, None
-
-
-_rope.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx, dq, dk):
+        dq, dk = _rope(dq, dk, *ctx.saved_tensors, True)
+        return dq, dk, None, None
 
 
 def rope(q, k, cos, sin):
@@ -141,4 +137,4 @@ def rope(q, k, cos, sin):
         "(T, R/2) or (B, T, R/2) with R <= D",
         *(q.shape, k.shape, cos.shape, sin.shape),
     )
-    return _rope(q, k, cos, sin, False)
+    return _Rope.apply(q, k, cos, sin)

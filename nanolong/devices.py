@@ -153,12 +153,15 @@ def pick_compile(wanted, device, pays):
     return not lacks
 
 
-def compile_model(model, by_block):
-    """Compile a model, or each block by itself, where something is to happen between blocks."""
+def compile_model(model, by_block, in_graphs=False):
+    """Compile a model, or each block by itself, where something is to happen between blocks.
+
+    in_graphs: launch its forward and its backward pass as a CUDA graph each.
+    """
     # Dynamo compiles a function for eight kinds of model and then gives up: reset its count.
     torch._dynamo.reset()
     if not by_block:
-        return torch.compile(model)
+        return torch.compile(model, mode="reduce-overhead" if in_graphs else None)
     # the blocks share their code: once for each block, in training and in evaluation
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
@@ -207,10 +210,10 @@ def device_name(device):
     return f"{n} CPU thread{'s' if n > 1 else ''}" if device.type == "cpu" else device.type
 
 
-def prepare_device(device):
-    """Make runs repeatable to the bit, at some cost in speed on a GPU."""
+def prepare_device(device, deterministic):
+    """Make runs repeatable to the bit if they are to be, at some cost in speed on a GPU."""
     # On a CPU this is for torch.compile, which else sums the embedding's gradient in any order.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -104,22 +104,24 @@ def check_same(what):
 # A model in every process (ddp), or in shards (fsdp).
 
 
-def distribute(model, device, sharded=False, compiled=False):
+def distribute(model, device, sharded=False, compiled="false"):
     """Move a model to the device, whole (ddp) or in shards (fsdp).
 
-    Returns the module to call in training. All have the weights of the first process. Raises
-    UserError for shards in one process.
+    compiled: value of --compile. Returns the module to call in training. All have the weights of
+    the first process. Raises UserError for shards in one process, and for graphs in several.
     """
+    problem = "--compile=graphs is for one process: give --compile=true"
+    require(compiled != "graphs" or not dist.is_initialized(), problem)
     require(
         not sharded or rank_and_world()[1] > 1,
         "--parallel=fsdp needs several processes: start them by torchrun --nproc_per_node=N, or "
         "give --parallel=ddp",
     )
     forward = model
-    if compiled:
+    if compiled != "false":
         # Processes communicate in every block, which is not compiled: so compile block by block.
         by_block = sharded or sequence_rank_and_size()[1] > 1
-        forward = devices.compile_model(model, by_block)
+        forward = devices.compile_model(model, by_block, in_graphs=compiled == "graphs")
     if sharded:
         return shard(model, device)
     model.to(device)

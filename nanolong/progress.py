@@ -116,7 +116,8 @@ class RunLog:
                 if name not in ("val_loss", "val_bits_per_byte"):
                     texts.append(f"{name.removeprefix('val_loss_')} {value:.4f}")
             say(f"step {state.step}: {', '.join(texts)}")
-            if self.cfg.compile and state.step + 1 == self.first_step <= self.cfg.last_step:
+            is_first = state.step + 1 == self.first_step <= self.cfg.last_step
+            if is_first and self.cfg.compile != "false":
                 say("compiling the first step, which takes up to a minute")
         self.start_clock(state)
 
@@ -174,13 +175,19 @@ def print_header(batches, state):
         f"{batches.tokens_per_step:,} tokens per step"
     )
     processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"
-    mode = "compiled (the first step takes up to a minute)" if cfg.compile else "not compiled"
+    compiles = cfg.compile != "false"
+    mode = "not compiled"
+    if compiles:
+        way = " to CUDA graphs" if cfg.compile == "graphs" else ""
+        mode = f"compiled{way} (the first step takes up to a minute)"
     sizes = (cfg.max_iters, batches.tokens_per_step, batches.train_length)
     pays = devices.compilation_pays(model, *sizes, batches.device)
-    if not (cfg.compile or pays):
+    if not (compiles or pays):
         mode += ": it would take longer than it saves"
     where = f"{processes}, {devices.device_name(batches.device)}"
     print(f"on: {where}, {cfg.dtype}, attention by {state.kernels}, {mode}")
+    if not cfg.deterministic:
+        print("not deterministic: each run, and a resumed one, has other bits")
     T = cfg.eval_length or model.config.block_size
     # a resumed run may have had other batch sizes before
     n_tokens = state.tokens + (cfg.last_step - state.step) * batches.tokens_per_step

@@ -165,6 +165,28 @@ def test_what_is_not_checked_is_trusted(fakes, monkeypatch, capfd):
     assert kernels.triton_runs(CPU) and capfd.readouterr().err == ""
 
 
+def test_sdpa_is_compared_where_it_may_compute(fakes, monkeypatch, capfd):
+    model = make_model(layer_pattern="F", window=0, sinks=0)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    faults = iter((1, 1.05))
+    factor = None
+
+    def scaled(q, k, v, *mask, scale, **options):
+        if not mask:  # which plain PyTorch gives
+            scale *= factor
+        return sdpa(q, k, v, *mask, scale=scale, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled)
+    found = []
+    for allowed in (False, True, True):
+        factor = next(faults) if allowed else None  # None * scale fails: it is not called
+        kernels.use_sdpa(allowed)
+        found.append(check.choose_kernels(model, CPU, torch.bfloat16))
+    kernels.use_sdpa(False)
+    assert found == ["triton", "triton", "plain PyTorch"]
+    assert capfd.readouterr().err.startswith("the Triton kernels are off: the gradient of ")
+
+
 TWO_PROCESSES = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]

@@ -26,7 +26,8 @@ from conftest import (
 import data
 import train
 from model import GPT, GPTConfig
-from nanolong import progress
+from nanolong import parallel, progress
+from nanolong.errors import UserError
 from nanolong.optim import Muon, get_lr, make_optimizers
 from nanolong.run import list_steps
 
@@ -112,6 +113,34 @@ def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, tmp_path):
         way = (weights[name] - start[name]).norm()
         assert (p.double() - weights[name]).norm() < 1e-3 * way, name
     assert logged(settings.out_dir, "loss") == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_that_is_not_deterministic_says_so_and_goes_on_so(cfg, capsys):
+    settings = {"max_iters": 4, "log_interval": 1, "eval_iters": 1, "compile": False}
+    first = cfg(**settings, deterministic=False, stop_at=2)
+    train.train(tiny(), first)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "\nnot deterministic: " in capsys.readouterr().out
+    resume = ["--init_from=resume", f"--out_dir={first.out_dir}"]
+    changes = (["--stop_at=3"], False), (["--stop_at=4", "--deterministic"], True)
+    for words, is_deterministic in changes:
+        assert train.main([*resume, *words]) == 0
+        assert torch.are_deterministic_algorithms_enabled() == is_deterministic
+        printed = capsys.readouterr().out
+        assert ("\nnot deterministic: " in printed) == (not is_deterministic)
+        assert ("deterministic False -> True" in printed) == is_deterministic
+
+
+def test_graphs_are_refused_where_a_step_is_not_one(cfg, monkeypatch):
+    more = {"gradient_accumulation_steps": 2}, {"dtype": "float16"}
+    for settings in more:
+        with pytest.raises(UserError, match="one micro-batch a step.*: give --compile=true"):
+            cfg(compile="graphs", **settings)
+    with pytest.raises(UserError, match="needs a GPU: give --compile=true"):
+        train.train(tiny(), cfg(compile="graphs"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(UserError, match="for one process: give --compile=true"):
+        parallel.distribute(tiny(), torch.device("cpu"), compiled="graphs")
 
 
 def test_without_a_terminal_a_run_prints_what_it_logs(cfg, capsys, monkeypatch, compiled_graphs):

@@ -112,9 +112,6 @@ def test_determinism_is_asked_for_while_a_variant_is_open():
         with bench.patched("deterministic", CPU):
             assert enabled()
         assert not enabled()
-        with bench.patched("free", CPU):
-            torch.use_deterministic_algorithms(True)
-            assert not enabled()
     finally:
         torch.set_deterministic_debug_mode(before)
 
@@ -188,7 +185,7 @@ def test_what_a_benchmark_has_not_is_refused(call, tmp_path):
         (["loss", "--variants=sdpa"], ["loss has no --variants", "train"]),
         (["train", "--variants=sdpa+fast"], ["no variant 'fast'", "rope_kernel"]),
         (["train", "--variants=free"], ["free changes nothing in train"]),
-        (["programs", "--variants=graphs"], ["graphs changes nothing in programs"]),
+        (["programs", "--variants=combo"], ["combo changes nothing in programs"]),
         (["train", "--nanogpt=nowhere"], ["nowhere/model.py is missing"]),
         (["train", "--rounds=0"], ["--rounds"]),
         (["tilez"], ["'tilez' is no benchmark", "tiles"]),
