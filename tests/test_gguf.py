@@ -54,6 +54,7 @@ MODELS = {
     "qwen2": ("qwen2", "F32", {}, {}),
     "qwen2-q4-yarn": ("qwen2", "Q4_1", YARN_OPTIONS, {}),
     "qwen3-q8-wide-heads": ("qwen3", "Q8_0", {}, {"head_dim": 128, "tie_word_embeddings": False}),
+    "ernie4_5": ("ernie4_5", "Q8_0", YARN, {}),
     "smollm3": ("smollm3", "Q5_0", {}, {"num_hidden_layers": 6, "no_rope_layers": None}),
 }
 
@@ -246,6 +247,7 @@ def test_weights_are_stored_as_asked(store, tmp_path):
     [
         ({"window": 21}, None, "layers of the kinds W"),
         ({"pos": "nope"}, None, "--pos=nope"),
+        ({"norm": "layernorm"}, None, "no equivalent among the models written for llama.cpp"),
         ({"bias": "qkv"}, ("llama3", {}), "llama.cpp reads no RoPE table for qwen2"),
         ({}, ("longrope", interchange.TWO_TABLES), "chooses longrope's table"),
     ],

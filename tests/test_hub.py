@@ -29,11 +29,12 @@ from interchange import (
 )
 from safetensors.torch import load_file, save_file
 
+import kernels
 from data import ByteTokenizer, CharTokenizer, ImportedTokenizer
 from model import GPT
 from nanolong.errors import UserError
-from nanolong.hub import convert, transfer, verify
-from nanolong.hub.families import FAMILIES
+from nanolong.hub import convert, families, transfer, verify
+from nanolong.hub.families import FAMILIES, NOT_READ
 from nanolong.hub.transfer import export_to, import_to
 
 TOKENS = torch.arange(70)[None] * 13 % interchange.VOCAB_SIZE
@@ -76,6 +77,48 @@ def test_a_model_of_ours_is_exported_and_imported(name, tmp_path):
     again, _ = imported(tmp_path / "exported", tmp_path)
     assert (our_logits(again, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
     assert again.config.block_size == model.config.block_size
+
+
+def test_adjacent_channels_are_ordered_as_transformers_turns_them():
+    """In a part of each head, the rest of which stays, as GLM does; queries are the rows."""
+    from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
+
+    c = transformers.GlmConfig(head_dim=12, partial_rotary_factor=0.5)
+    rows = torch.randn(2, 12, generator=torch.Generator().manual_seed(0))  # (H, D)
+    angles = torch.tensor([0.3, 1.1, 2.0])
+    cos, sin = (f(torch.cat((angles, angles)))[None, None] for f in (torch.cos, torch.sin))
+    expected, _ = apply_rotary_pos_emb(rows[None, :, None], rows[None, :, None], cos, sin)
+    stored = rows.flatten()[:, None]  # (H D, 1)
+    ours = families.ADJACENT.read(stored, c)
+    q = ours.view(1, 2, 1, 12)
+    turned, _ = kernels.rope(q, q, angles.cos()[None], angles.sin()[None])
+    found = families.ADJACENT.write(turned.reshape(24, 1), c)
+    torch.testing.assert_close(found.view(2, 12), expected[0, :, 0])
+    assert torch.equal(families.ADJACENT.write(ours, c), stored)
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_a_cohere_that_was_trained_is_not_exported(kind, hf, tmp_path):
+    """It has one norm in each layer, which has no bias, and here are two that do."""
+    model, _ = imported(hf("cohere2"), tmp_path)
+    assert model.config.layer_pattern == "WWWN"
+    getattr(model.blocks[1].mlp_norm, kind).data += 0.1
+    with pytest.raises(UserError, match="one norm before attention and MLP|other logits"):
+        quietly(export_to, model, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+@pytest.mark.parametrize(
+    "config, phrase",
+    [
+        ({"no_rope_layers": [1, 0, 1]}, "its layers without positions have other norms"),
+        ({"attention_chunk_size": 32}, "layers of the type chunked_attention are not computed"),
+        ({"moe_layers": [1]}, "config.json describes|there is no parameter here|do not fit"),
+    ],
+)
+def test_a_larger_llama4_is_refused(config, phrase, hf, tmp_path):
+    with pytest.raises(UserError, match=phrase):
+        imported(hf("llama4_text", config=config), tmp_path)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -307,6 +350,10 @@ def rope(kind, **values):
 HOSTILE = {
     "another family": (change(model_type="falcon"), "'falcon' is not one of: llama"),
     "a family of earlier versions": (change(model_type="stablelm"), "'stablelm' is not one of"),
+    **{
+        name: (change(model_type=name), f"'{name}' is not read, because {reason}: choose another")
+        for name, reason in NOT_READ.items()
+    },
     "quantized": (change(quantization_config={"bits": 4}), "is quantized"),
     "an adapter": (write("adapter_config.json", "{}"), "holds an adapter (LoRA)"),
     "no JSON": (write("config.json", "[" * 10**6), "config.json cannot be used (RecursionError"),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from nanolong.errors import require
-from nanolong.hub.families import FAMILIES
+from nanolong.hub.families import FAMILIES, NOT_READ
 from nanolong.hub.rope import by_kind
 from nanolong.hub.verify import as_user_error
 from nanolong.run import sync
@@ -69,6 +69,9 @@ def read_folder(folder):
     with as_user_error(folder / "config.json"):
         values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         model_type = values.get("text_config", values).get("model_type")
+        reason = NOT_READ.get(model_type)
+        problem = f"its model_type {model_type!r} is not read, because {reason}"
+        require(not reason, f"{problem}: choose another model, such as a Qwen 3")
         require(
             model_type in FAMILIES,
             f"its model_type {model_type!r} is not one of: {', '.join(FAMILIES)}",

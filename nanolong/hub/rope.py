@@ -82,6 +82,8 @@ def read_parameters(c, p, layer_type):
     options = {key: p[key] for key in OPTIONS[kind] if p.get(key) is not None}
     if {"attention_factor", "mscale"} & p.keys() and kind in ("yarn", "longrope"):
         options["attention_factor"] = float(compute(c, p, layer_type)[1])
+    if c.model_type == "llama4_text" and c.use_qk_norm and kind in ("yarn", "longrope"):
+        options["attention_factor"] = 1.0  # the norm after the rotation removes it
     if options.get("truncate"):
         del options["truncate"]
     if options.get("short_factor") == options.get("long_factor"):
