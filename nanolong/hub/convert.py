@@ -31,8 +31,9 @@ FREE = set(FIELDS) - {"mlp"} | {"embed_scale", "attn_scale", "dropout", "extensi
 FREE |= {"rope_base", "rope_local_base", "rope_fraction", "p_rope", "window", "layer_pattern"}
 FREE |= {"score_scale_length", "score_scale_coefficient"}
 
-# BLOOM's norm of the embeddings became part of them, and a Llama 4 is a Qwen 3
-NOT_WRITTEN = ("bloom", "llama4_text")
+# BLOOM's norm of the embeddings became part of them. An ERNIE is a Llama with its rows in another
+# order, and a Llama 4 a Qwen 3: more programs read those, and scale their RoPE.
+NOT_WRITTEN = ("bloom", "ernie4_5", "llama4_text")
 
 # -----------------------------------------------------------------------------
 # Import

@@ -430,7 +430,7 @@ FAMILIES = {
             write_layer_types(config) | {"sliding_window": config.window or 128, "logit_scale": 1.0}
         ),
     ),
-    # MobileLLM-R1: its norm after the rotation is one before it, so it goes out as a Qwen 3
+    # MobileLLM-R1: its norm after the rotation computes the same as one before it
     "llama4_text": derive(
         LLAMA,
         (),

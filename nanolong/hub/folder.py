@@ -172,15 +172,20 @@ def add_older_fields(values):
     return values | older | {"torch_dtype": values.get("dtype")}
 
 
+def check_absent(target):
+    """Refuse a path to write to that holds anything."""
+    require(
+        not target.exists() or (target.is_dir() and not any(target.iterdir())),
+        f"{target} exists already: remove it, or choose another",
+    )
+
+
 def whole(target, write):
     """Let write() fill a folder or file that appears when all is written, or not at all.
 
     write: takes the path to write to.
     """
-    require(
-        not target.exists() or (target.is_dir() and not any(target.iterdir())),
-        f"{target} exists already: remove it, or choose another",
-    )
+    check_absent(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=target.parent) as tmp:
         part = Path(tmp) / target.name

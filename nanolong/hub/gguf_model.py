@@ -200,7 +200,7 @@ def export_model(model):
     """
     config = model.config
     allowed = {}
-    for name in ARCHITECTURES:
+    for name in (x for x in ARCHITECTURES if x not in convert.NOT_WRITTEN):
         patterns = ("FN",) if name == "smollm3" else ("F",)
         has = FAMILIES[name].has | {"mlp": ("swiglu",)}
         allowed[name] = dataclasses.replace(FAMILIES[name], patterns=patterns, has=has)
@@ -265,6 +265,8 @@ def write_gguf(file, model, c, tensors, store, tokenizer):
         writer.add_tensor(ROPE_TABLES[0], table.numpy())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.n_layer)
     for theirs, x in tensors.items():
+        if theirs == "lm_head.weight" and config.tie_embeddings:
+            continue
         name = names.get_name(theirs, (".weight", ".bias"))
         x = order_rows(x.float(), name, c, arch, 2, -1)
         kind = TYPES[store] if x.dim() == 2 else "F32"
