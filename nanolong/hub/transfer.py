@@ -169,8 +169,7 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
     or if transformers computes other logits.
     """
     target = Path(target)
-    is_gguf = target.suffix.lower() == ".gguf"
-    require(store == "auto" or is_gguf, "--store is for import and for GGUF: leave it out")
+    is_gguf = check_target(target, store)
     own = tokenizer_from_json(model.meta.get("tokenizer"))
     tokenizer = find_tokenizer(model, own, tokenizer_from)
     c, tensors = gguf_model.export_model(model) if is_gguf else export_model(model)
@@ -179,8 +178,9 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
     c.bos_token_id = known.bos if known else model.meta.get("bos")
     c.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     if store == "auto":
-        # scaled queries are float32, and so are then all weights
-        is_stored = all(x.dtype == model.stored_dtype for x in tensors.values() if x.dim() == 2)
+        # scaled queries are float32, and so are some norms: a folder has one dtype
+        which = [x for x in tensors.values() if x.dim() == 2 or not is_gguf]
+        is_stored = all(torch.equal(x.to(model.stored_dtype).float(), x.float()) for x in which)
         store = str(model.stored_dtype if is_stored else torch.float32).removeprefix("torch.")
 
     def write(part):
@@ -210,6 +210,14 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
         note_clients(c, model.config)
 
 
+def check_target(target, store):
+    """Refuse what cannot be written, before the work; return whether it is a GGUF file."""
+    is_gguf = target.suffix.lower() == ".gguf"
+    require(store == "auto" or is_gguf, "--store is for import and for GGUF: leave it out")
+    check_absent(target)
+    return is_gguf
+
+
 def extend_to(GPT, source, target, extend, store, tokenizer, verify, context_length):
     """Import a model, extend it and export it: what has no export is refused at first.
 
@@ -217,12 +225,7 @@ def extend_to(GPT, source, target, extend, store, tokenizer, verify, context_len
     is another, or "none". The other parameters are those of read_model() and export_to().
     """
     target = Path(target)
-    is_gguf = target.suffix.lower() == ".gguf"
-    require(
-        is_gguf or store in ("auto", "float32", "bfloat16"),
-        f"--store={store} is for a file: give OUT.gguf, or float32 or bfloat16 for a folder",
-    )
-    check_absent(target)
+    is_gguf = check_target(target, store)
 
     def check(model):
         trial = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # shares the weights
@@ -231,10 +234,9 @@ def extend_to(GPT, source, target, extend, store, tokenizer, verify, context_len
         export(trial)
 
     read, written = (tokenizer, "") if tokenizer != "none" else ("", "none")
-    stores = ("auto", store) if is_gguf else (store, "auto")
-    model = read_model(GPT, source, stores[0], read, verify, context_length, check)
+    model = read_model(GPT, source, "auto", read, verify, context_length, check)
     extend(model)
-    export_to(model, target, verify, written, stores[1])
+    export_to(model, target, verify, written, store)
     print_ways(target, is_gguf, model.config.block_size)
 
 
