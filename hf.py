@@ -25,7 +25,6 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
-import extend
 from model import GPT, POSITIONS
 from nanolong import entry
 from nanolong.errors import require, run_main
@@ -79,7 +78,7 @@ def main(argv=None):
         is_used = direction in PURPOSES[name]
         require(is_used, f"--{name} is not for {direction}: leave it out")
     if direction == "extend":
-        options = extend.read_options(cfg.options)
+        options = settings.read_options(cfg.options)
         rope.check_method(cfg.method, options)
         lengthen = functools.partial(GPT.extend, method=cfg.method, factor=cfg.factor, **options)
         words = (cfg.store, cfg.tokenizer, cfg.verify, cfg.context_length)

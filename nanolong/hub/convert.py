@@ -61,7 +61,7 @@ def import_model(GPT, c, tensors, context_length=0):
         del stored["lm_head.weight"]
     weights = {}
     for name, ours, fold in tensor_layout(family, model.config.n_layer, shapes):
-        if name not in stored and "norm." in name:
+        if name not in stored and "norm." in ours[0]:
             # norms have no biases in an MPT and a Cohere 2, and no weights on queries in a Llama 4
             kind = float(name.endswith("weight"))
             weights |= {one: torch.full(shapes[one], kind) for one in ours}

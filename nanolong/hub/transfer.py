@@ -23,7 +23,7 @@ from nanolong.hub.verify import as_user_error, compare, compare_stored, load_the
 def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, context_length=0):
     """Write a model as the first checkpoint of a run folder; return its folder.
 
-    The other parameters are those of read_model(). Raises UserError, with nothing written.
+    The other parameters are as in read_model(). Raises UserError, with nothing written.
     """
     target = Path(target)
     require(not run.list_steps(target), f"{target} holds a run already: choose another folder")
@@ -222,7 +222,7 @@ def extend_to(GPT, source, target, extend, store, tokenizer, verify, context_len
     """Import a model, extend it and export it: what has no export is refused at first.
 
     extend: a function that extends a model in place. tokenizer: the folder of the tokenizer, if it
-    is another, or "none". The other parameters are those of read_model() and export_to().
+    is another, or "none". The other parameters are as in read_model() and export_to().
     """
     target = Path(target)
     is_gguf = check_target(target, store)
