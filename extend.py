@@ -14,7 +14,7 @@ has trained that run), without weight decay.
 """
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
-import json
+
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -169,35 +169,6 @@ def sequence_length(given, original_length, extended_length):
     return given.get("train_length") or (original_length if is_short else extended_length)
 
 
-def read_options(text):
-    """The options of a method as a dict, from NAME=VALUE,NAME=VALUE or a .json file."""
-    try:
-        if text.endswith(".json"):
-            options = json.loads(Path(text).read_text(encoding="utf-8"))
-        else:
-            pairs = [item.split("=") for item in filter(None, text.split(","))]
-            require(all(len(pair) == 2 for pair in pairs), "lists go into a file")
-            options = {name: parse_option(value) for name, value in pairs}
-        if {"self", "method", "factor", "layers"}.isdisjoint(options.keys()):
-            return options
-        problem = "it sets an option that has its own flag"
-    except (OSError, ValueError, AttributeError, UserError) as error:
-        problem = str(error)
-    raise UserError(
-        f"--options={text} cannot be used ({problem}): give NAME=VALUE,NAME=VALUE, or a file "
-        'such as {"long_factor": [...]} whose name ends in .json'
-    )
-
-
-def parse_option(value):
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    try:
-        return float(value)
-    except ValueError:
-        return value
-
-
 # -----------------------------------------------------------------------------
 # Extending.
 
@@ -224,7 +195,7 @@ def fit_scale(model, cfg, options):
 
 def extend_model(model, cfg):
     """Extend a loaded model in place, by the settings. Raises UserError."""
-    options = read_options(cfg.options)
+    options = settings.read_options(cfg.options)
     if options.get("scale", "fit" if cfg.method == "scale" else None) == "fit":
         is_first = parallel.rank_and_world()[0] == 0
         options["scale"] = parallel.broadcast(is_first and fit_scale(model, cfg, options))

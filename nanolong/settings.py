@@ -20,6 +20,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (an old Python has to be able to r
 
 import difflib
 import inspect
+import json
 import re
 import textwrap
 import tomllib
@@ -171,6 +172,35 @@ def convert(name, value, hints, where="the earlier run"):
     except (ValueError, TypeError, KeyError, OverflowError):
         pass
     raise UserError(f"{where}: {name} must be {KINDS[kind]}")
+
+
+def read_options(text):
+    """The options of a method as a dict, from NAME=VALUE,NAME=VALUE or a .json file."""
+    try:
+        if text.endswith(".json"):
+            options = json.loads(Path(text).read_text(encoding="utf-8"))
+        else:
+            pairs = [item.split("=") for item in filter(None, text.split(","))]
+            require(all(len(pair) == 2 for pair in pairs), "lists go into a file")
+            options = {name: parse_option(value) for name, value in pairs}
+        if {"self", "method", "factor", "layers"}.isdisjoint(options.keys()):
+            return options
+        problem = "it sets an option that has its own flag"
+    except (OSError, ValueError, AttributeError, UserError) as error:
+        problem = str(error)
+    raise UserError(
+        f"--options={text} cannot be used ({problem}): give NAME=VALUE,NAME=VALUE, or a file "
+        'such as {"long_factor": [...]} whose name ends in .json'
+    )
+
+
+def parse_option(value):
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def check(config):

@@ -63,6 +63,17 @@ HYBRID = {
     "mamba_n_heads": 1,
 }
 TIED = {"tie_word_embeddings": True}
+LLAMA4_TEXT = {
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 80,
+    "attention_chunk_size": 256,
+    "no_rope_layers": [1] * 5,
+    "layer_types": ["chunked_attention"] * 3,
+    "moe_layers": [],
+    "attn_temperature_tuning": False,
+    # its norm of queries and keys sees the attention factor of RoPE, up to this
+    "rms_norm_eps": 1e-7,
+}
 GPT2 = {"n_positions": 160, "n_embd": 48, "n_layer": 3, "n_head": 6, "vocab_size": VOCAB_SIZE}
 WITHOUT_ROPE = {"vocab_size": VOCAB_SIZE, "hidden_size": 48, **TIED, **TOKENS}
 # model_type, and what is special -> fields of its config; windows are shorter than the texts
@@ -107,6 +118,21 @@ FAMILIES = {
     },
     "granitemoehybrid": {**HYBRID, "position_embedding_type": "rope"},
     "granitemoehybrid, no positions": {**HYBRID, "position_embedding_type": None},
+    "ernie4_5": {"num_key_value_heads": 6, **TIED},
+    "cohere2": {
+        "num_hidden_layers": 5,
+        "sliding_window": 21,
+        "logit_scale": 0.25,
+        "layer_norm_eps": 1e-4,
+        # which files have, and transformers does not look at
+        "position_embedding_type": "rope_gptj",
+        "sliding_window_pattern": 4,
+        **TIED,
+    },
+    "cohere2, no positions": {"layer_types": ["full_attention"] * 3, **TIED},
+    # as MobileLLM-R1's files: more entries than layers, and the text is one chunk
+    "llama4_text": {**LLAMA4_TEXT, **TIED},
+    "llama4_text, no norm": {**LLAMA4_TEXT, "use_qk_norm": False},
     "gpt2": {**GPT2, "n_inner": 100},
     "bloom": {**WITHOUT_ROPE, "n_layer": 3, "n_head": 6},
     "mpt": {

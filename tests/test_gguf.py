@@ -54,6 +54,7 @@ MODELS = {
     "qwen2": ("qwen2", "F32", {}, {}),
     "qwen2-q4-yarn": ("qwen2", "Q4_1", YARN_OPTIONS, {}),
     "qwen3-q8-wide-heads": ("qwen3", "Q8_0", {}, {"head_dim": 128, "tie_word_embeddings": False}),
+    "ernie4_5": ("ernie4_5", "Q8_0", LINEAR, {}),
     "smollm3": ("smollm3", "Q5_0", {}, {"num_hidden_layers": 6, "no_rope_layers": None}),
 }
 
@@ -221,6 +222,7 @@ def test_an_exported_file_is_the_same_model(name, tmp_path):
     # llama.cpp's tables are float32
     assert (our_logits(back, TOKENS) - expected).abs().max() < 3e-5 * expected.abs().max()
     assert back.config.block_size == model.config.block_size
+    assert back.config.tie_embeddings  # the head is not stored twice
     assert (back.config.extension or {}).get("method") == method
     if method is not None:  # extending again counts from the same length
         assert back.config.original_length == model.config.original_length
@@ -246,6 +248,7 @@ def test_weights_are_stored_as_asked(store, tmp_path):
     [
         ({"window": 21}, None, "layers of the kinds W"),
         ({"pos": "nope"}, None, "--pos=nope"),
+        ({"norm": "layernorm"}, None, "no equivalent among the models written for llama.cpp"),
         ({"bias": "qkv"}, ("llama3", {}), "llama.cpp reads no RoPE table for qwen2"),
         ({}, ("longrope", interchange.TWO_TABLES), "chooses longrope's table"),
     ],

@@ -29,11 +29,13 @@ from interchange import (
 )
 from safetensors.torch import load_file, save_file
 
+import hf as hf_script
+import kernels
 from data import ByteTokenizer, CharTokenizer, ImportedTokenizer
 from model import GPT
 from nanolong.errors import UserError
-from nanolong.hub import convert, transfer, verify
-from nanolong.hub.families import FAMILIES
+from nanolong.hub import convert, families, transfer, verify
+from nanolong.hub.families import FAMILIES, NOT_READ
 from nanolong.hub.transfer import export_to, import_to
 
 TOKENS = torch.arange(70)[None] * 13 % interchange.VOCAB_SIZE
@@ -76,6 +78,50 @@ def test_a_model_of_ours_is_exported_and_imported(name, tmp_path):
     again, _ = imported(tmp_path / "exported", tmp_path)
     assert (our_logits(again, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
     assert again.config.block_size == model.config.block_size
+
+
+def test_adjacent_channels_are_ordered_as_transformers_turns_them():
+    """In a part of each head, the rest of which stays, as GLM does; queries are the rows."""
+    from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
+
+    c = transformers.GlmConfig(head_dim=12, partial_rotary_factor=0.5)
+    rows = torch.randn(2, 12, generator=torch.Generator().manual_seed(0))  # (H, D)
+    angles = torch.tensor([0.3, 1.1, 2.0])
+    cos, sin = (f(torch.cat((angles, angles)))[None, None] for f in (torch.cos, torch.sin))
+    expected, _ = apply_rotary_pos_emb(rows[None, :, None], rows[None, :, None], cos, sin)
+    stored = rows.flatten()[:, None]  # (H D, 1)
+    ours = families.ADJACENT.read(stored, c)
+    q = ours.view(1, 2, 1, 12)
+    turned, _ = kernels.rope(q, q, angles.cos()[None], angles.sin()[None])
+    found = families.ADJACENT.write(turned.reshape(24, 1), c)
+    torch.testing.assert_close(found.view(2, 12), expected[0, :, 0])
+    assert torch.equal(families.ADJACENT.write(ours, c), stored)
+
+
+@pytest.mark.parametrize("kind, phrase", [("weight", "has one norm before"), ("bias", "other log")])
+def test_a_cohere_that_was_trained_is_not_exported(kind, phrase, hf, tmp_path):
+    """It has one norm in each layer, which has no bias, and here are two that do."""
+    model, _ = imported(hf("cohere2"), tmp_path)
+    assert model.config.layer_pattern == "WWWN"
+    getattr(model.blocks[1].mlp_norm, kind).data += 0.1
+    if kind == "bias":
+        model.blocks[1].attention_norm.bias.data += 0.1
+    with pytest.raises(UserError, match=phrase):
+        quietly(export_to, model, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+@pytest.mark.parametrize(
+    "config, phrase",
+    [
+        ({"no_rope_layers": [1, 0, 1]}, "its layers without positions have other norms"),
+        ({"attention_chunk_size": 32}, "layers of the type chunked_attention are not computed"),
+        ({"moe_layers": [1]}, "config.json describes|there is no parameter here|do not fit"),
+    ],
+)
+def test_a_larger_llama4_is_refused(config, phrase, hf, tmp_path):
+    with pytest.raises(UserError, match=phrase):
+        imported(hf("llama4_text", config=config), tmp_path)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -231,6 +277,14 @@ def test_bfloat16_is_kept(hf, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_folder_has_the_dtype_that_all_of_its_weights_have(hf, tmp_path):
+    """A rounded import has matrices in bfloat16, and norms in float32."""
+    imported(hf(), tmp_path, store="bfloat16")
+    quietly(export_to, GPT.load(tmp_path / "run-hf", dtype=None), tmp_path / "out")
+    dtypes = {x.dtype for x in load_file(tmp_path / "out/model.safetensors").values()}
+    assert dtypes == {torch.float32}
+
+
 @pytest.mark.parametrize("direction", ["import", "export"])
 def test_rounded_weights_are_compared_as_stored(direction, hf, tmp_path, capsys):
     """The number is the difference between what the files hold before and after."""
@@ -307,6 +361,10 @@ def rope(kind, **values):
 HOSTILE = {
     "another family": (change(model_type="falcon"), "'falcon' is not one of: llama"),
     "a family of earlier versions": (change(model_type="stablelm"), "'stablelm' is not one of"),
+    **{
+        name: (change(model_type=name), f"'{name}' is not read, because {reason}: choose another")
+        for name, reason in NOT_READ.items()
+    },
     "quantized": (change(quantization_config={"bits": 4}), "is quantized"),
     "an adapter": (write("adapter_config.json", "{}"), "holds an adapter (LoRA)"),
     "no JSON": (write("config.json", "[" * 10**6), "config.json cannot be used (RecursionError"),
@@ -440,10 +498,84 @@ def test_a_run_and_an_export_are_not_written_over(hf, tmp_path, call):
         (["import", "a", "b", "--store=q8_0"], "--store=q8_0 is for export"),
         (["import", "ckpt.pt", "b"], "there is no folder or file ckpt.pt"),
         (["export", "nowhere", "b"], "there is no checkpoint in nowhere"),
+        (["export", "a", "b", "--method=pi"], "--method is not for export"),
+        (["extend", "a", "b", "--best"], "--best is not for extend"),
+        (["extend", "a", "b", "--method=yran"], "there is no method 'yran': give --method=none, "),
+        (["extend", "a", "b", "--method=jet-long"], "extend by --method=yarn"),
+        (["extend", "a", "b", "--method=dynamic-ntk"], "a static --method such as yarn"),
+        (["extend", "a", "b", "--store=q8_0"], "--store is for import and for GGUF"),
+        (["extend", "a", "b", "--options=x"], "--options=x cannot be used"),
+        (["extend", "a.gguf", "."], ". exists already: remove it, or choose another"),
     ],
 )
 def test_a_wrong_command_is_refused(words, phrase, call, tmp_path):
+    (tmp_path / "file").touch()
     assert_refused(call("hf.py", *words, cwd=tmp_path), phrase)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+# -----------------------------------------------------------------------------
+# Extended in one go
+
+
+@pytest.mark.parametrize("target", ["out", "out.gguf"])
+def test_a_model_is_extended_in_one_go(target, hf, tmp_path, call):
+    """As transformers computes YaRN by its own code, beyond the original length."""
+    place = hf("llama")
+    done = call("hf.py", "extend", place, tmp_path / target, "--factor=4", "--options=beta_fast=16")
+    last = assert_success(done).stdout.splitlines()[-1]
+    c = load_folder(place).config
+    c.rope_parameters = {**c.rope_parameters, "rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0}
+    c.rope_parameters["original_max_position_embeddings"] = LENGTH
+    expected = transformers.LlamaForCausalLM.from_pretrained(place, config=c)(TOKENS).logits
+    if target == "out":
+        assert f"mlx_lm.generate --model {tmp_path / target}" in last and "OUT.gguf" in last
+        found = load_folder(tmp_path / target)(TOKENS).logits
+    else:
+        assert (
+            f"llama-cli -m {tmp_path / target} -c {4 * LENGTH}" in last and "ollama create" in last
+        )
+        found = our_logits(imported(tmp_path / target, tmp_path)[0], TOKENS)
+        shutil.rmtree(tmp_path / "run-out")
+    assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+    assert {file.name for file in tmp_path.iterdir()} == {"hf", target}
+
+
+@pytest.mark.parametrize(
+    "family, words, phrase",
+    [
+        ("gpt2", ["out"], "--pos=learned has no method 'yarn': use --method="),
+        ("llama", ["out", "--options=x=1"], "has no option 'x'"),
+        ("llama", ["out", "--factor=0.5"], "does not extend the context"),
+        ("cohere2", ["out.gguf"], "written for llama.cpp"),
+        ("qwen2", ["out.gguf", "--options=ramp=paper"], "llama.cpp reads no RoPE table for qwen2"),
+    ],
+)
+def test_what_cannot_be_extended_is_refused_before_it_is_compared(
+    family, words, phrase, hf, tmp_path, monkeypatch, call
+):
+    place = hf(family)
+    monkeypatch.setattr(transfer, "compare", None)
+    assert_refused(call("hf.py", "extend", place, tmp_path / words[0], *words[1:]), phrase)
+    assert [file.name for file in tmp_path.iterdir()] == ["hf"]
+
+
+def test_nothing_is_left_if_extending_is_interrupted(hf, tmp_path, monkeypatch):
+    place = hf()
+    compare, calls = transfer.compare, []
+
+    def interrupt(*models):
+        calls.append(models)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compare(*models)
+
+    monkeypatch.setattr(transfer, "compare", interrupt)
+    for target in ("out", "out.gguf"):
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            quietly(hf_script.main, ["extend", place, tmp_path / target])
+    assert [file.name for file in tmp_path.iterdir()] == ["hf"]
 
 
 # -----------------------------------------------------------------------------

@@ -31,6 +31,10 @@ FREE = set(FIELDS) - {"mlp"} | {"embed_scale", "attn_scale", "dropout", "extensi
 FREE |= {"rope_base", "rope_local_base", "rope_fraction", "p_rope", "window", "layer_pattern"}
 FREE |= {"score_scale_length", "score_scale_coefficient"}
 
+# BLOOM's norm of the embeddings became part of them. An ERNIE is a Llama with its rows in another
+# order, and a Llama 4 a Qwen 3: more programs read those, and scale their RoPE.
+NOT_WRITTEN = ("bloom", "ernie4_5", "llama4_text")
+
 # -----------------------------------------------------------------------------
 # Import
 
@@ -57,8 +61,10 @@ def import_model(GPT, c, tensors, context_length=0):
         del stored["lm_head.weight"]
     weights = {}
     for name, ours, fold in tensor_layout(family, model.config.n_layer, shapes):
-        if name not in stored and ours[0].endswith("norm.bias"):
-            weights[ours[0]] = torch.zeros(shapes[ours[0]])  # an MPT's norms have no biases
+        if name not in stored and "norm." in ours[0]:
+            # norms have no biases in an MPT and a Cohere 2, and no weights on queries in a Llama 4
+            kind = float(name.endswith("weight"))
+            weights |= {one: torch.full(shapes[one], kind) for one in ours}
             continue
         x = fold.read(stored.pop(name), c)
         require(
@@ -147,14 +153,18 @@ def read_layers(c, family):
     window = getattr(c, "sliding_window", None) if "W" in "".join(family.patterns) else None
     usual = ["sliding_attention" if window else "full_attention"] * n_layer
     kinds = {"full_attention": False, "sliding_attention": (window or 0) > 0}
+    if (getattr(c, "attention_chunk_size", None) or 0) >= c.max_position_embeddings:
+        kinds["chunked_attention"] = False  # the text is one chunk
     types = getattr(c, "layer_types", None) or usual
     others = ", ".join(sorted(set(types) - kinds.keys()))
     problem = f"its layers of the type {others} are not computed here"
     require(not others, f"{problem}: choose another checkpoint")
     uses_window = [kinds[kind] for kind in types]
     bases = getattr(c, "layer_rope_theta", None)
-    uses_rope = getattr(c, "no_rope_layers", None) or bases or [1] * n_layer
-    if getattr(c, "position_embedding_type", "rope") != "rope":
+    uses_rope = (getattr(c, "no_rope_layers", None) or bases or [1] * n_layer)[:n_layer]
+    if c.model_type == "cohere2":
+        uses_rope = uses_window
+    elif getattr(c, "position_embedding_type", "rope") != "rope":
         uses_rope = [0] * n_layer
     settings = read_rope(c, uses_window)
     settings["window"] = window if any(uses_window) else 0
@@ -176,8 +186,7 @@ def export_model(model):
 
     Raises UserError for a model that has no equivalent there.
     """
-    # the norm of BLOOM's embeddings became part of them at the import
-    allowed = {name: family for name, family in FAMILIES.items() if name != "bloom"}
+    allowed = {name: x for name, x in FAMILIES.items() if name not in NOT_WRITTEN}
     c, factors = write_config(model, choose_family(model, allowed, "transformers"))
     return c, export_tensors(model, c, factors)
 
@@ -198,8 +207,8 @@ def choose_family(model, allowed, reader):
     nearest = min(found, key=lambda name: len(found[name]))
     missing = found[nearest]
     raise UserError(
-        f"{' with '.join(missing)} has no equivalent among the models that {reader} loads: to be a "
-        f"{nearest}, which is nearest, it needs {', '.join(missing.values())}"
+        f"{' with '.join(missing)} has no equivalent among the models written for {reader}: to be "
+        f"a {nearest}, which is nearest, it needs {', '.join(missing.values())}"
     )
 
 
@@ -300,7 +309,7 @@ def export_tensors(model, c, factors):
         parts = [scale_queries(model, n, weights[n].detach(), factors, c) for n in ours]
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         tensors[theirs] = fold.write(joined, c).contiguous()
-    if c.model_type == "mpt":
+    if c.model_type in ("mpt", "cohere2"):
         # whose norms have no biases
         tensors = {name: x for name, x in tensors.items() if not name.endswith("bias")}
     return tensors

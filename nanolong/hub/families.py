@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+
 from nanolong.errors import require
 
 # our setting -> attribute of a config; the class of GPT-2 and others knows these names too
@@ -47,6 +49,15 @@ def swap_groups(x, n, m):
     return x.unflatten(0, (n, m, -1)).transpose(0, 1).flatten(0, 2)
 
 
+def swap_pairs(x, c, n, m):
+    """Exchange the dimensions (n, m) of the rows of q or k that are rotated, in each head."""
+    fraction = c.rope_parameters.get("partial_rotary_factor") or 1.0
+    heads = x.unflatten(0, (-1, head_dim(c)))
+    rotated, others = heads.tensor_split([int(fraction * head_dim(c))], 1)
+    rotated = rotated.unflatten(1, (n, m)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((rotated, others), 1).flatten(0, 1)
+
+
 def multiplied_by(name, power=1):
     """A factor of the config becomes part of the weights, and is written as 1."""
     return Fold(read=lambda x, c: x.float() * getattr(c, name) ** power)
@@ -59,8 +70,21 @@ BY_HEAD = Fold(
     lambda x, c: swap_groups(x, c.num_attention_heads, 3),
     lambda x, c: swap_groups(x, 3, c.num_attention_heads),
 )
+# RoPE turns adjacent channels, as in the paper, and here a channel of each half of a head
+ADJACENT = Fold(lambda x, c: swap_pairs(x, c, -1, 2), lambda x, c: swap_pairs(x, c, 2, -1))
+# one norm stands before attention and MLP
+SHARED = Fold(lambda x, c: torch.cat((x, x)), lambda x, c: check_shared(*x.chunk(2)))
 # the norm adds 1 to its weight
 ONE_ADDED = Fold(lambda x, c: x.float() + 1, lambda x, c: x.float() - 1)
+
+
+def check_shared(attention_norm, mlp_norm):
+    require(
+        torch.equal(attention_norm, mlp_norm),
+        "a Cohere 2 has one norm before attention and MLP, and training has made two of it: train "
+        "with --lora, or choose another model",
+    )
+    return attention_norm
 
 
 @dataclass(frozen=True)
@@ -153,6 +177,16 @@ def read_ministral3(c):
     return {"score_scale_length": int(length), "score_scale_coefficient": coefficient}
 
 
+def read_llama4(c):
+    """Without experts and without weights in the norms of queries and keys (MobileLLM-R1)."""
+    require(
+        all(c.no_rope_layers[: c.num_hidden_layers]),
+        "its layers without positions have other norms and scales than its other layers, which is "
+        "not computed here: choose another checkpoint",
+    )
+    return {"qk_norm": "head" if c.use_qk_norm else "none"}
+
+
 def read_mpt(c):
     attention = c.attn_config
     require(
@@ -225,6 +259,7 @@ def write_granite_swa(config):
 
 ATTENTION = {f"self_attn.{x}_proj": f"attention.{x}" for x in "qkvo"}
 ATTENTION |= {f"self_attn.{x}_norm": f"attention.{x}_norm" for x in "qk"}
+ADJACENT_QK = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj"), ADJACENT)
 QKV = "attention.q+attention.k+attention.v"
 MLP = table("mlp.gate_proj=mlp.gate mlp.up_proj=mlp.up mlp.down_proj=mlp.down")
 NORMS = table("input_layernorm=attention_norm post_attention_layernorm=mlp_norm")
@@ -382,6 +417,30 @@ FAMILIES = {
         read=lambda c: {"norm_position": "parallel" if c.use_parallel_residual else "pre"},
         write=lambda config: {"use_parallel_residual": config.norm_position == "parallel"},
     ),
+    "ernie4_5": derive(LLAMA, folds=ADJACENT_QK),
+    # Command R7B and Tiny Aya: no positions in layers without a window
+    "cohere2": derive(
+        LLAMA,
+        {"norm": ("layernorm",), "norm_position": ("parallel",)},
+        {"norm_eps": "layer_norm_eps", "head_dim": None},
+        layer=ATTENTION | MLP | {"input_layernorm": "attention_norm mlp_norm"},
+        folds=ADJACENT_QK | {"input_layernorm": SHARED, "model.norm": multiplied_by("logit_scale")},
+        patterns=("WN",),
+        write=lambda config: (
+            write_layer_types(config) | {"sliding_window": config.window or 128, "logit_scale": 1.0}
+        ),
+    ),
+    # MobileLLM-R1: its norm after the rotation computes the same as one before it
+    "llama4_text": derive(
+        LLAMA,
+        (),
+        {"mlp_dim": "intermediate_size_mlp"},
+        layer=NORMS
+        | ATTENTION
+        | {f"feed_forward.{x}_proj": f"mlp.{x}" for x in ("gate", "up", "down")},
+        folds=ADJACENT_QK,
+        read=read_llama4,
+    ),
     "granite": GRANITE,
     # Granite 4 without experts and without Mamba layers
     "granitemoehybrid": derive(
@@ -402,4 +461,11 @@ FAMILIES = {
         read=read_granite_swa,
         write=write_granite_swa,
     ),
+}
+# small models of today that are not read -> why
+NOT_READ = {
+    "gemma4_text": "its heads have another size in layers without a window",
+    "hunyuan_v1_dense": "it norms queries and keys after their rotation",
+    "nanochat": "its logits are capped by tanh",
+    "qwen3_5_text": "most of its layers are linear attention",
 }

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from nanolong.errors import require
-from nanolong.hub.families import FAMILIES
+from nanolong.hub.families import FAMILIES, NOT_READ
 from nanolong.hub.rope import by_kind
 from nanolong.hub.verify import as_user_error
 from nanolong.run import sync
@@ -69,6 +69,9 @@ def read_folder(folder):
     with as_user_error(folder / "config.json"):
         values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         model_type = values.get("text_config", values).get("model_type")
+        reason = NOT_READ.get(model_type)
+        problem = f"its model_type {model_type!r} is not read, because {reason}"
+        require(not reason, f"{problem}: choose another model, such as a Qwen 3")
         require(
             model_type in FAMILIES,
             f"its model_type {model_type!r} is not one of: {', '.join(FAMILIES)}",
@@ -169,15 +172,20 @@ def add_older_fields(values):
     return values | older | {"torch_dtype": values.get("dtype")}
 
 
+def check_absent(target):
+    """Refuse a path to write to that holds anything."""
+    require(
+        not target.exists() or (target.is_dir() and not any(target.iterdir())),
+        f"{target} exists already: remove it, or choose another",
+    )
+
+
 def whole(target, write):
     """Let write() fill a folder or file that appears when all is written, or not at all.
 
     write: takes the path to write to.
     """
-    require(
-        not target.exists() or (target.is_dir() and not any(target.iterdir())),
-        f"{target} exists already: remove it, or choose another",
-    )
+    check_absent(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=target.parent) as tmp:
         part = Path(tmp) / target.name

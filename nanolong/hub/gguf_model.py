@@ -10,14 +10,14 @@ from transformers import AutoConfig
 import rope_scaling
 from nanolong.errors import UserError, require
 from nanolong.hub import convert, gguf_tokenizer
-from nanolong.hub.families import FAMILIES, has_positions, head_dim, tensor_layout
+from nanolong.hub.families import FAMILIES, has_positions, swap_pairs, tensor_layout
 from nanolong.hub.folder import Source
 from nanolong.hub.gguf_header import read_header, read_tensor
 from nanolong.hub.verify import as_user_error
 
-# architectures that are read -> whether llama.cpp rotates adjacent channels in it, so that the rows
-# of q and k are stored in another order
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False, "smollm3": True}
+# architectures that are read -> whether the rows of q and k have another order than in
+# transformers, because llama.cpp rotates adjacent channels (as transformers does in an ERNIE)
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False, "smollm3": True, "ernie4_5": False}
 FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -39,11 +39,10 @@ LLAMA3_LENGTH = 8192
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def swap_pairs(x, name, arch, n, m):
-    """Exchange the last two dimensions of rows (H, n, m) that are in another order there."""
-    if not ARCHITECTURES[arch] or ("attn_q." not in name and "attn_k." not in name):
-        return x
-    return x.unflatten(0, (-1, n, m)).transpose(1, 2).flatten(0, 2)
+def order_rows(x, name, c, arch, n, m):
+    """Exchange the dimensions (n, m) of the rows of each head that are in another order there."""
+    is_ordered = not ARCHITECTURES[arch] or ("attn_q." not in name and "attn_k." not in name)
+    return x if is_ordered else swap_pairs(x, c, n, m)
 
 
 # -----------------------------------------------------------------------------
@@ -81,7 +80,7 @@ def read_gguf(file):
             name = names.get_name(theirs, (".weight", ".bias"))
             if name in places:
                 x = read_tensor(file, places.pop(name))
-                tensors[theirs] = swap_pairs(x, name, arch, head_dim(c) // 2, 2)
+                tensors[theirs] = order_rows(x, name, c, arch, -1, 2)
     require(not places, f"{file}: there is no parameter here for {', '.join(list(places)[:3])}")
     return Source(c, tensors, metadata)
 
@@ -201,7 +200,7 @@ def export_model(model):
     """
     config = model.config
     allowed = {}
-    for name in ARCHITECTURES:
+    for name in (x for x in ARCHITECTURES if x not in convert.NOT_WRITTEN):
         patterns = ("FN",) if name == "smollm3" else ("F",)
         has = FAMILIES[name].has | {"mlp": ("swiglu",)}
         allowed[name] = dataclasses.replace(FAMILIES[name], patterns=patterns, has=has)
@@ -266,8 +265,10 @@ def write_gguf(file, model, c, tensors, store, tokenizer):
         writer.add_tensor(ROPE_TABLES[0], table.numpy())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.n_layer)
     for theirs, x in tensors.items():
+        if theirs == "lm_head.weight" and config.tie_embeddings:
+            continue
         name = names.get_name(theirs, (".weight", ".bias"))
-        x = swap_pairs(x.float(), name, arch, 2, config.head_dim // 2)
+        x = order_rows(x.float(), name, c, arch, 2, -1)
         kind = TYPES[store] if x.dim() == 2 else "F32"
         # a block of Q8_0 holds 32 values of a row
         if kind == "Q8_0" and x.shape[1] % 32:

@@ -82,6 +82,8 @@ def read_parameters(c, p, layer_type):
     options = {key: p[key] for key in OPTIONS[kind] if p.get(key) is not None}
     if {"attention_factor", "mscale"} & p.keys() and kind in ("yarn", "longrope"):
         options["attention_factor"] = float(compute(c, p, layer_type)[1])
+    if c.model_type == "llama4_text" and c.use_qk_norm and kind in ("yarn", "longrope"):
+        options["attention_factor"] = 1.0  # the norm after the rotation removes it
     if options.get("truncate"):
         del options["truncate"]
     if options.get("short_factor") == options.get("long_factor"):
@@ -129,14 +131,13 @@ def compute(c, p, layer_type=None):
 # Writing
 
 
-def write_rope(config, pos, family):
-    """Return rope_parameters with the frequencies of a RoPE, and the factor of cos and sin there.
-
-    They are the first of candidates() from which transformers computes these frequencies.
-    """
-    method = config.extension["method"] if config.extension else "none"
+def check_method(method, options):
+    """Refuse a method of RoPE that no config describes."""
+    known = rope_scaling.OPTIONS
+    require(method in known, f"there is no method {method!r}: give --method={', '.join(known)}")
     # longrope has two tables; ntk-lceg follows the context length, not the text
-    is_dynamic = pos.is_dynamic and method not in ("longrope", "ntk-lceg")
+    is_dynamic = "length" in known[method] and method not in ("longrope", "ntk-lceg")
+    is_dynamic &= "length" not in options
     require(
         method not in rope_scaling.ATTENTION,
         f"method {method!r} replaces attention, which no config describes: extend by --method=yarn",
@@ -144,8 +145,18 @@ def write_rope(config, pos, family):
     require(
         not is_dynamic,
         f"method {method!r} follows the length of the text, and a config has fixed frequencies: "
-        "extend by a static --method, or fix the length by --options=length=N",
+        "extend by a static --method such as yarn, or fix the length by --options=length=N",
     )
+
+
+def write_rope(config, pos, family):
+    """Return rope_parameters with the frequencies of a RoPE, and the factor of cos and sin there.
+
+    They are the first of candidates() from which transformers computes these frequencies.
+    """
+    extension = config.extension or {"method": "none", "options": {}}
+    method = extension["method"]
+    check_method(method, extension["options"])
     if pos.is_dynamic:
         pos = copy.deepcopy(pos)  # the model's follows the length of its inputs
         pos.update_tables(config.block_size)

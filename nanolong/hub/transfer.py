@@ -1,5 +1,6 @@
 """Import and export: a model from a folder, a hub id or a file becomes a run folder, and back."""
 
+import copy
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from nanolong import run, tokenizer_files
 from nanolong.errors import require
 from nanolong.hub import gguf_model, gguf_tokenizer, nanogpt
 from nanolong.hub.convert import export_model, import_model
-from nanolong.hub.folder import find_folder, read_folder, whole, write_folder
+from nanolong.hub.folder import check_absent, find_folder, read_folder, whole, write_folder
 from nanolong.hub.rope import by_kind, check_types
 from nanolong.hub.tokenizer import make_exported
 from nanolong.hub.verify import as_user_error, compare, compare_stored, load_theirs
@@ -22,38 +23,51 @@ from nanolong.hub.verify import as_user_error, compare, compare_stored, load_the
 def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, context_length=0):
     """Write a model as the first checkpoint of a run folder; return its folder.
 
-    GPT: the class of model.py. source: a folder, ORG/NAME of the hub, a .gguf, or a ckpt.pt of
-    nanoGPT. store: dtype of the matrices, by default bfloat16 if the file has it. tokenizer: the
-    folder of the tokenizer, if it is another. context_length: in tokens, if the files say another.
-    Raises UserError, with nothing written.
+    The other parameters are as in read_model(). Raises UserError, with nothing written.
     """
     target = Path(target)
     require(not run.list_steps(target), f"{target} holds a run already: choose another folder")
+    model = read_model(GPT, source, store, tokenizer, verify, context_length)
+    folder = target / "step-000000"
+    meta = {"config": asdict(model.config), **model.meta}
+    run.write_checkpoint(folder, {"model": model.weights()}, meta)
+    print(f"wrote {folder}")
+    return folder
+
+
+def read_model(GPT, source, store, tokenizer, verify, context_length, check=None):
+    """Return a model as GPT.load() does, compared with transformers'; print what it is.
+
+    GPT: the class of model.py. source: a folder, ORG/NAME of the hub, a .gguf, or a ckpt.pt of
+    nanoGPT. store: dtype of the matrices, by default bfloat16 if the file has it. tokenizer: the
+    folder of the tokenizer, if it is another. context_length: in tokens, if the files say another.
+    check: a function that refuses a model before the comparison, which takes longest.
+    """
     place, found = open_source(source)
     with as_user_error(source):
         check_types(found.c)
         theirs = load_theirs(found.c, found.tensors)
         model = import_model(GPT, found.c, theirs.state_dict(), context_length)
+        if check:
+            check(model)
         kept, ends, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
         report = compare(model, theirs) if verify else []
-        weights = stored_weights(model, store)
-        rounded = compare_rounded(model, weights, theirs) if verify else ""
-    meta = {
-        "config": asdict(model.config),
+        is_rounded = round_weights(model, store)
+        rounded = compare_stored(model, theirs) if verify and is_rounded else ""
+    model.meta = {
         "tokenizer": kept and kept.to_json(),
         "bos": ends.bos,
         "ends": ends.ids,
         "family": found.c.model_type,
         "imported": Path(source).resolve().name,
     }
-    folder = target / "step-000000"
-    run.write_checkpoint(folder, {"model": weights}, meta)
-    print_summary(folder, model)
+    model.stored_dtype = model.embed.weight.dtype
+    print_summary(source, model)
     print(ends.describe(kept))
     if note:
         print(f"note: {note}")
     print_report(report, rounded)
-    return folder
+    return model
 
 
 def open_source(source):
@@ -93,20 +107,21 @@ def open_tokenizer(place, found, named, vocab_size):
     return None, tokenizer_files.find_ends(None, ids, vocab_size), note
 
 
-def stored_weights(model, store):
-    """Return the tensors of a checkpoint.
+def round_weights(model, store):
+    """Give a model the weights that are stored; return whether that has changed them.
 
     store: dtype of the weights of linear layers and embeddings; all others are float32.
     """
     matrices = [m for m in model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Embedding)]
-    matrices = {id(m.weight): m.weight.dtype for m in matrices}
+    kinds = {id(m.weight): m.weight.dtype for m in matrices}
     if store == "auto":
-        store = "bfloat16" if set(matrices.values()) == {torch.bfloat16} else "float32"
-    weights = {}
-    for name, p in model.named_parameters():
-        dtype = getattr(torch, store) if id(p) in matrices else torch.float32
-        weights[name] = p.detach().to(dtype)
-    return weights
+        store = "bfloat16" if set(kinds.values()) == {torch.bfloat16} else "float32"
+    is_rounded = False
+    for p in model.parameters():
+        # not in place: transformers' model may share this memory
+        before, p.data = p.data, p.data.to(getattr(torch, store if id(p) in kinds else "float32"))
+        is_rounded |= not torch.equal(before.float(), p.data.float())
+    return is_rounded
 
 
 def differ(tensors, others):
@@ -115,23 +130,9 @@ def differ(tensors, others):
     return any(not torch.equal(tensors[name].float(), others[name].float()) for name in shared)
 
 
-def compare_rounded(model, weights, theirs):
-    """Give a model the weights that are stored, and return compare_stored(); "" if none is rounded.
-
-    weights: name -> tensor, whose memory the model then shares.
-    """
-    parameters = dict(model.named_parameters())
-    if not differ(parameters, weights):
-        return ""
-    # not in place: transformers' model may share this memory
-    for name, p in parameters.items():
-        p.data = weights[name]
-    return compare_stored(model, theirs)
-
-
-def print_summary(folder, model):
+def print_summary(source, model):
     config = model.config
-    text = f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
+    text = f"{source}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
     text += f", context length {config.block_size} tokens"
     extension = config.extension
     if extension:
@@ -168,8 +169,7 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
     or if transformers computes other logits.
     """
     target = Path(target)
-    is_gguf = target.suffix.lower() == ".gguf"
-    require(store == "auto" or is_gguf, "--store is for import and for GGUF: leave it out")
+    is_gguf = check_target(target, store)
     own = tokenizer_from_json(model.meta.get("tokenizer"))
     tokenizer = find_tokenizer(model, own, tokenizer_from)
     c, tensors = gguf_model.export_model(model) if is_gguf else export_model(model)
@@ -178,8 +178,9 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
     c.bos_token_id = known.bos if known else model.meta.get("bos")
     c.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     if store == "auto":
-        # scaled queries are float32, and so are then all weights
-        is_stored = all(x.dtype == model.stored_dtype for x in tensors.values() if x.dim() == 2)
+        # scaled queries are float32, and so are some norms: a folder has one dtype
+        which = [x for x in tensors.values() if x.dim() == 2 or not is_gguf]
+        is_stored = all(torch.equal(x.to(model.stored_dtype).float(), x.float()) for x in which)
         store = str(model.stored_dtype if is_stored else torch.float32).removeprefix("torch.")
 
     def write(part):
@@ -207,6 +208,53 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
     whole(target, write)
     if not is_gguf:
         note_clients(c, model.config)
+
+
+def check_target(target, store):
+    """Refuse what cannot be written, before the work; return whether it is a GGUF file."""
+    is_gguf = target.suffix.lower() == ".gguf"
+    require(store == "auto" or is_gguf, "--store is for import and for GGUF: leave it out")
+    check_absent(target)
+    return is_gguf
+
+
+def extend_to(GPT, source, target, extend, store, tokenizer, verify, context_length):
+    """Import a model, extend it and export it: what has no export is refused at first.
+
+    extend: a function that extends a model in place. tokenizer: the folder of the tokenizer, if it
+    is another, or "none". The other parameters are as in read_model() and export_to().
+    """
+    target = Path(target)
+    is_gguf = check_target(target, store)
+
+    def check(model):
+        trial = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # shares the weights
+        extend(trial)
+        export = gguf_model.export_model if is_gguf else export_model
+        export(trial)
+
+    read, written = (tokenizer, "") if tokenizer != "none" else ("", "none")
+    model = read_model(GPT, source, "auto", read, verify, context_length, check)
+    extend(model)
+    export_to(model, target, verify, written, store)
+    print_ways(target, is_gguf, model.config.block_size)
+
+
+def print_ways(target, is_gguf, length):
+    """Print how to open an export in other programs, all of its context."""
+    if is_gguf:
+        lines = f"FROM {target.resolve()}\\nPARAMETER num_ctx {length}\\n"
+        print(
+            f"open it: llama-cli -m {target} -c {length}; printf '{lines}' > Modelfile && ollama "
+            f"create {target.stem.lower()}; mlx-lm reads no GGUF, and transformers not its scaling "
+            "of RoPE: for these write a folder, which has no .gguf in its name"
+        )
+        return
+    print(
+        f"open it: mlx_lm.generate --model {target} --prompt TEXT; in transformers "
+        f'AutoModelForCausalLM.from_pretrained("{target}"); llama.cpp and Ollama need a file: give '
+        "OUT.gguf"
+    )
 
 
 def find_tokenizer(model, own, named):
