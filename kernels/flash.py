@@ -66,6 +66,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import torch_private
+
 # The kinds of bias, by the number of dimensions of slopes (H,) and a table (H, m).
 NONE = tl.constexpr(0)
 SLOPES = tl.constexpr(1)
@@ -686,6 +688,7 @@ def tile_for(q, kind, kernel):
     return Tile(*row[KERNELS.index(kernel)])
 
 
+@torch_private.constant_in_graphs
 def device_family(device):
     """The architecture in TILES of a device, and how float32 products are computed there.
 
@@ -698,11 +701,6 @@ def device_family(device):
     major, minor = torch.cuda.get_device_capability(device)
     known = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_90", (10, 3): "sm_90"}
     return known.get((major, minor), "small"), "tf32x3"
-
-
-# torch.compile calls it while it traces. torch.compiler.assume_constant_result sets this,
-# without importing the compiler here.
-device_family._dynamo_marked_constant = True
 
 
 # -----------------------------------------------------------------------------
