@@ -138,7 +138,7 @@ def private_names(file):
     """The names with a leading underscore that a file takes from elsewhere: from no class of its
     own, and not what Python's named tuples promise.
     """
-    names = {name for name in imports(file) if "._" in name}
+    names = {name for name in imports(file) if re.search(r"\._[^_]", name)}
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
             owner = ast.unparse(node.value)
