@@ -5,6 +5,7 @@
     python evaluate.py RoPE=out/r1,out/r2,out/r3 ALiBi=out/a1,out/a2,out/a3
     python evaluate.py out/smollm2 --text=book.txt --lengths=2048,8192 --cost=true
     python evaluate.py out/rope out/rope-yarn4 --task=ruler --ruler=niah,vt
+    python evaluate.py lm_eval --model nanolong --model_args run=out/rope --tasks arc_easy
 
 --task=loss scores validation text, in nats per token, by these protocols:
 
@@ -49,7 +50,9 @@ Scores are not those that are published for RULER.
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
 import contextlib
+import importlib.util
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -184,6 +187,29 @@ def load_models(paths, best, device, dtype=torch.float32):
     return {name: GPT.load(folder, best, dtype).to(device) for name, folder in folders.items()}
 
 
+def open_models(cfg, paths):
+    """Load the runs of name_arms(), to compute: name -> GPT, their device, and the dtype of
+    matrix products.
+    """
+    device = devices.pick_device(cfg.device)
+    entry.load_entries(cfg.entry, POSITIONS)
+    models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
+    dtype = devices.pick_dtype(cfg.dtype, device)
+    for model in models.values():
+        devices.set_weights_dtype(model, cfg.weights, dtype)
+        check.choose_kernels(model, device, dtype)
+    return models, device, dtype
+
+
+def open_for_lm_eval(folder, values):
+    """Load a run for lm_eval, with settings of this script: (GPT, dtype of matrix products)."""
+    require(folder, "no checkpoint: give --model_args run=out/NAME")
+    words = [f"--{name}={value}" for name, value in values.items()]
+    args = settings.parse(cfg=EvaluateConfig, paths="", argv=words)
+    models, _, dtype = open_models(args.cfg, [f"{folder}={folder}"])
+    return *models.values(), dtype
+
+
 def check_writable(file):
     """Raise OSError if a file cannot be written: before the work, not after it."""
     path = Path(file)
@@ -241,13 +267,7 @@ def evaluate(cfg, given, paths, writes):
     check_settings(cfg)
     if cfg.curves:
         return plot_training(cfg.curves, paths) if writes else 0
-    device = devices.pick_device(cfg.device)
-    entry.load_entries(cfg.entry, POSITIONS)
-    models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
-    dtype = devices.pick_dtype(cfg.dtype, device)
-    for model in models.values():
-        devices.set_weights_dtype(model, cfg.weights, dtype)
-        check.choose_kernels(model, device, dtype)
+    models, device, dtype = open_models(cfg, paths)
     choose_measurements(cfg, given, models)
     for model in models.values():
         parallel.share_sequences(cfg.sequence_parallel, model, cfg.lengths)
@@ -328,6 +348,12 @@ def plot_training(file, paths):
 
 
 def main(argv=None):
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["lm_eval"]:
+        require(importlib.util.find_spec("lm_eval"), "there is no lm_eval: pip install lm_eval")
+        from nanolong.evaluation import harness
+
+        return harness.main(words[1:], open_for_lm_eval)
     args = settings.parse(
         cfg=EvaluateConfig,
         paths="run folders or step folders; NAME=FOLDER names one, NAME=A,B,C are runs of one arm",

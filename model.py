@@ -1174,11 +1174,12 @@ class RoPE(NoPE):
         """
         compiling = torch.compiler.is_compiling()
         last = None if compiling else self._cos_sin
-        if last and last[0] is pos and last[1] == pos._version and last[2] is self.inv_freq:
+        n_writes = None if compiling else kernels.torch_private.n_writes(pos)
+        if last and last[0] is pos and last[1] == n_writes and last[2] is self.inv_freq:
             return last[3]
         cos, sin = kernels.cos_sin(pos, self.inv_freq, self.attention_factor)
         if not compiling:
-            self._cos_sin = (pos, pos._version, self.inv_freq, (cos, sin))
+            self._cos_sin = (pos, n_writes, self.inv_freq, (cos, sin))
         return cos, sin
 
     def attend(self, q, k, v, pos, layer, cache, **mask):

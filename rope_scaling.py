@@ -247,6 +247,7 @@ OPTIONS = {name: list(inspect.signature(f).parameters)[4:] for name, f in METHOD
 # Checks. A method is called by users, with options of any type, through frequencies().
 
 
+@kernels.torch_private.constant_in_graphs
 def frequencies(method, base, rotary_dim, original_length, factor, **options):
     """Compute METHODS[method]. Raises UserError for bad options and results that are not finite."""
     check_options(method, rotary_dim, original_length, factor, options)
@@ -266,11 +267,6 @@ def frequencies(method, base, rotary_dim, original_length, factor, **options):
         f"method {method!r} cannot be computed with {options or 'its defaults'} from "
         f"{original_length} tokens ({problem}): choose other options"
     )
-
-
-# torch.compile calls it while it traces. torch.compiler.assume_constant_result sets this,
-# without importing the compiler here.
-frequencies._dynamo_marked_constant = True
 
 
 def check_frequencies(found, rotary_dim, name):

@@ -22,7 +22,7 @@ import torch
 
 import data
 import kernels
-from kernels import check
+from kernels import check, torch_private
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import devices, entry, optim, parallel, progress, run
 from nanolong.errors import report, require, run_main
@@ -314,7 +314,7 @@ def update(optimizers, grads, grad_norm, to_mean, state, cfg):
     """
     if math.isfinite(grad_norm):
         clip = min(1.0, cfg.grad_clip / (grad_norm + 1e-6)) if cfg.grad_clip else 1.0
-        torch._foreach_mul_(grads, to_mean * clip)
+        torch_private.multiply_each(grads, to_mean * clip)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optim.get_lr(cfg, state.step)

@@ -106,12 +106,13 @@ class BPETokenizer(Tokenizer):
 
     def __init__(self, encoding):
         self.encoding = encoding
-        self.special_tokens = encoding._special_tokens
+        names = encoding.special_tokens_set
+        self.special_tokens = {name: encoding.encode_single_token(name) for name in names}
         self.bos = self.special_tokens.get(SEPARATOR)
         self.vocab_size = encoding.n_vocab
         self.token_bytes = [b""] * self.vocab_size
-        for token, rank in encoding._mergeable_ranks.items():
-            self.token_bytes[rank] = token
+        for token in encoding.token_byte_values():
+            self.token_bytes[encoding.encode_single_token(token)] = token
 
     @classmethod
     def named(cls, name):

@@ -12,7 +12,6 @@ triton is imported when a kernel first runs.
 
 import functools
 import importlib.util
-import logging
 import os
 import shutil
 import sys
@@ -20,10 +19,8 @@ import sysconfig
 
 import torch
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from . import eager
+from . import eager, torch_private
 
 cos_sin = eager.cos_sin
 linear = eager.linear
@@ -93,11 +90,6 @@ def linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0):
 # tokens of a micro-batch that recompute_in_chunks() computes at once
 RECOMPUTED_TOKENS = 2048
 
-# Under torch.compile a selective checkpoint warns that in-place operators would go wrong in it.
-# There are none in a block, so the warning is silenced. It has to be done here, because a traced
-# function cannot set a log level.
-logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-
 
 def selective_checkpoint(block, offload=False):
     """Wrap block(*args) so that only the results of attention are kept of its activations.
@@ -130,7 +122,7 @@ def _offloading_checkpoint(block, *args):
         return checkpoint.checkpoint(block, *args, use_reentrant=False, context_fn=lambda: contexts)
 
 
-class _KeepAttention(TorchDispatchMode):
+class _KeepAttention(torch_private.TorchDispatchMode):
     """Keep each result of attention in a list, moved to the CPU by hooks of saved tensors."""
 
     def __init__(self, hooks, kept):
@@ -141,9 +133,10 @@ class _KeepAttention(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         if "attention" in operator.name():
-            parts, form = tree_flatten(result)
+            parts = [result] if torch.is_tensor(result) else result
             pack = self.hooks.pack_hook
-            self.kept.append(([pack(x) if torch.is_tensor(x) else x for x in parts], form))
+            packed = [pack(x) if torch.is_tensor(x) else x for x in parts]
+            self.kept.append((packed, parts is result))
         return result
 
 
@@ -153,9 +146,10 @@ class _TakeAttention(_KeepAttention):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if "attention" not in operator.name():
             return operator(*args, **(kwargs or {}))
-        parts, form = self.kept.pop(0)
+        packed, are_many = self.kept.pop(0)
         unpack = self.hooks.unpack_hook
-        return tree_unflatten([unpack(x) if isinstance(x, tuple) else x for x in parts], form)
+        parts = tuple(unpack(x) if isinstance(x, tuple) else x for x in packed)
+        return parts if are_many else parts[0]
 
 
 def recompute_in_chunks(function, x):
@@ -185,6 +179,7 @@ def use_triton(allowed):
     _is_allowed = allowed
 
 
+@torch_private.constant_in_graphs
 def triton_runs(device):
     """Whether Triton kernels run on a torch.device."""
     return _is_allowed and _can_run(device)
@@ -205,11 +200,6 @@ def use_sdpa(allowed):
 
 def sdpa_is_allowed():
     return _is_sdpa_allowed
-
-
-# torch.compile calls it while it traces. torch.compiler.assume_constant_result sets this,
-# without importing the compiler here.
-triton_runs._dynamo_marked_constant = True
 
 
 @functools.cache

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import torch_private
+
 # MKL chooses its vectorised functions at their first call. Two threads that make this call at the
 # same time can get different ones, whose last bits differ. A single thread makes it here, so that
 # the same command gives the same bits.
@@ -89,7 +91,8 @@ def rms_norm(x, weight, eps):
     """
     is_plain = x.device.type == "cpu" and x.dtype == weight.dtype and eps is not None
     is_wide = x.dtype in (torch.float32, torch.float64)
-    if is_plain and is_wide and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    is_traced = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    if is_plain and is_wide and not is_traced and torch_private.fused_rms_norm is not None:
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -99,7 +102,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        y, inverse = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+        y, inverse = torch_private.fused_rms_norm(x, weight.shape, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
         return y
 
@@ -446,9 +449,9 @@ def _wide_product(a, b):
 #
 # That operator exists on CPUs only. Elsewhere, and if attention is not causal, all keys are near.
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-FLASH_DEVICES = ("cpu",)
+_flash = torch_private.flash_for_cpu
+_flash_backward = torch_private.flash_for_cpu_backward
+FLASH_DEVICES = ("cpu",) if _flash and _flash_backward else ()
 CHUNK = 128  # queries at a time on a CPU
 
 

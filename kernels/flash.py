@@ -1,6 +1,6 @@
 """Attention in Triton, forward and backward, with the bias of every position scheme.
 
-Imports only torch and triton: copy this file into your project.
+Imports only torch, triton and torch_private.py: copy both files into your project.
 
 For query i and key j of one head, at distance d = |i - j| by index:
 
@@ -65,6 +65,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+
+from . import torch_private
 
 # The kinds of bias, by the number of dimensions of slopes (H,) and a table (H, m).
 NONE = tl.constexpr(0)
@@ -744,12 +746,17 @@ def tile_for(q, kind, kernel):
     return Tile(*row[KERNELS.index(kernel)])
 
 
-@functools.cache
+@torch_private.constant_in_graphs
 def device_family(device):
     """The architecture in TILES of a device, and how float32 products are computed there.
 
     That is as three tf32 products, or plainly if there are none ("ieee").
     """
+    return _find_family(device)
+
+
+@functools.cache
+def _find_family(device):
     if device.type == "cpu":
         return "interpreter", "ieee"
     if torch.version.hip:
@@ -757,11 +764,6 @@ def device_family(device):
     major, minor = torch.cuda.get_device_capability(device)
     known = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
     return known.get((major, minor), "small"), "tf32x3"
-
-
-# torch.compile calls it while it traces. torch.compiler.assume_constant_result sets this,
-# without importing the compiler here.
-device_family._dynamo_marked_constant = True
 
 
 # -----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Rotary position embedding in Triton: queries and keys in one launch, forward and backward.
 
-Shares with flash.py how a tensor is described: copy both into your project.
+Shares with flash.py how a tensor is described: copy it, too, into your project.
 
 The formula (RoFormer, arXiv 2104.09864, in the half-split layout of GPT-NeoX and Llama): of the D
 channels of a head the first R are rotated, channel c < R/2 together with channel c + R/2, by the
@@ -53,7 +53,7 @@ def _rotate_kernel(
         x, y, n = ((Q, Q_OUT, H), (K, K_OUT, HK))[part]
         dtype = y.ptr.dtype.element_ty
         for i in tl.static_range(GROUP):
-            mask = ((t < T) & (first + i < n))[:, None]
+            mask = (t < tl.where(first + i < n, T, 0))[:, None]  # no tokens of a head beyond
             source = x.ptr + b * x.b + (first + i) * x.h + t[:, None] * x.t
             target = y.ptr + b * y.b + (first + i) * y.h + t[:, None] * y.t
             # the two halves that are rotated with each other, each a contiguous run

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from kernels import torch_private
 from nanolong.errors import UserError, require
 
 # Peak FLOP/s of dense bfloat16 matrix products, from the makers' data sheets: the denominator of
@@ -89,9 +90,8 @@ def pick_dtype(name, device):
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float16
-    # a private function of torch: bool() stands in for it if a version lacks it
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)
-    return torch.bfloat16 if device.type == "cpu" and has_amx() else torch.float32
+    has_amx = device.type == "cpu" and torch.cpu.get_capabilities().get("amx_tile")
+    return torch.bfloat16 if has_amx else torch.float32
 
 
 def weights_to_load(name):
@@ -159,12 +159,11 @@ def compile_model(model, by_block, in_graphs=False):
     in_graphs: launch its forward and its backward pass as a CUDA graph each.
     """
     # Dynamo compiles a function for eight kinds of model and then gives up: reset its count.
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if not by_block:
         return torch.compile(model, mode="reduce-overhead" if in_graphs else None)
     # the blocks share their code: once for each block, in training and in evaluation
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
+    torch_private.allow_recompilations(4 * len(model.blocks))
     for block in model.blocks:
         block.forward = torch.compile(block.forward)
     return model

@@ -7,8 +7,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves
 
+from kernels import torch_private
 from nanolong.errors import UserError, require
 
 
@@ -43,10 +43,9 @@ class KVCache:
 
     def tensors(self):
         """All tensors that a step of fixed shape reads or writes."""
-        found = [self.pos, self.docs, self.write_index, self.valid_length]
-        for of_layers in (self.keys, self.values, self.gates, self.state, self.terms):
-            found += tree_leaves(of_layers)
-        return [x for x in found if isinstance(x, torch.Tensor)]
+        counts = (self.pos, self.docs, self.write_index, self.valid_length)
+        of_layers = (self.keys, self.values, self.gates, self.state, self.terms)
+        return list(find_tensors([*counts, *of_layers]))
 
     def append(self, tokens, pos, docs, tables_version, explicit_positions):
         """Append tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None.
@@ -108,6 +107,15 @@ class KVCache:
             n = max(n, self.capacity)
             self.terms[layer] = n, compute(n, layer)
         return self.terms[layer][1]
+
+
+def find_tensors(x):
+    """Yield the tensors in nested lists, tuples and dicts."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, list | tuple | dict):
+        for part in x.values() if isinstance(x, dict) else x:
+            yield from find_tensors(part)
 
 
 def concatenate(old, new):
@@ -216,7 +224,7 @@ def compute_compiled(step, tokens, model):
     """The logits (B, V), float32, of a compiled step; its first call compiles."""
     try:
         return step(tokens)
-    except torch._dynamo.exc.Unsupported as error:
+    except torch_private.graph_errors() as error:
         name = type(model.pos).__name__
         problem = f"the decoding step of {name} cannot be compiled: leave out --compile"
         raise UserError(problem) from error
@@ -390,7 +398,8 @@ class FixedShapeStep:
             options = {"positions": cache.pos.index_select(-1, cache.write_index), "cache": cache}
             call = torch.func.functional_call
             logits = call(self.model, self.weights, (tokens,), options, tie_weights=False)
-        torch._foreach_add_([cache.write_index, cache.valid_length], 1)
+        for count in (cache.write_index, cache.valid_length):
+            count.add_(1)
         return logits[:, -1].float()
 
     def compile(self):
@@ -401,5 +410,5 @@ class FixedShapeStep:
             return torch.compile(self.run, fullgraph=True)
         # A graph reads and writes these where they lie; other inputs are copied to it at each step.
         for x in (*self.weights.values(), *self.cache.tensors()):
-            torch._dynamo.mark_static_address(x)
+            torch_private.keep_address(x)
         return torch.compile(self.run, fullgraph=True, mode="reduce-overhead")

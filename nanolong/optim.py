@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from kernels import torch_private
 from nanolong import devices, parallel
 from nanolong.errors import UserError
 
@@ -79,8 +80,8 @@ class Muon(torch.optim.Optimizer):
                 updates = torch.stack([self.accumulate(p, group["momentum"]) for p in matrices])
                 updates = orthogonalize(updates.to(self.dtype)).to(matrices[0].dtype)
                 step_size = group["lr"] * 0.2 * math.sqrt(max(rows, columns))
-                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(matrices, updates.unbind(), alpha=-step_size)
+                torch_private.multiply_each(matrices, 1 - group["lr"] * group["weight_decay"])
+                torch_private.add_to_each(matrices, updates.unbind(), -step_size)
 
     def accumulate(self, p, decay):
         """Take in the gradient of a matrix; returns the mean that looks ahead (Nesterov)."""

@@ -30,7 +30,7 @@ from kernel_cases import bias_arguments, bias_leaves  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from kernels import flash, loss, rotary  # noqa: E402
-from kernels.flash import device_family  # noqa: E402
+from kernels.flash import _find_family  # noqa: E402
 
 # Bytes of shared memory that a program may take, by architecture.
 SHARED = {
@@ -155,7 +155,7 @@ def compile_case(target, bias, D, mask):
     rows = []
     capability = divmod(int(target.removeprefix("sm_")), 10)
     with mock.patch("torch.cuda.get_device_capability", return_value=capability):
-        family = device_family.__wrapped__(torch.device("cuda"))
+        family = _find_family.__wrapped__(torch.device("cuda"))
     flash.device_family = lambda device: family
     for module, name, kernel in KERNELS:
         setattr(module, name, Compiler(name[1:-7], kernel, target, rows))

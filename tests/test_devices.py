@@ -46,8 +46,8 @@ def test_a_gpu_without_its_driver_is_not_replaced_and_one_gpu_is_not_shared(monk
 def test_dtype_follows_the_device(monkeypatch):
     assert devices.pick_dtype("bfloat16", CPU) == torch.bfloat16
     for has_amx, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+        found = {"amx_tile": has_amx, "avx512_bf16": True}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
         assert devices.pick_dtype("auto", CPU) == dtype
     for native, dtype in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(

@@ -43,7 +43,7 @@ for y in (
 def test_kernels_run_outside_the_project(tmp_path):
     """Copied into a folder of their own. A first token attends to itself only."""
     (tmp_path / "lifted").mkdir()
-    for name in ("rotary", "flash"):
+    for name in ("rotary", "flash", "torch_private"):
         text = (ROOT / f"kernels/{name}.py").read_text()
         (tmp_path / f"lifted/{name}.py").write_text(text)
     assert_success(run_python(LIFTED_CALLS, cwd=tmp_path, env=INTERPRETED))

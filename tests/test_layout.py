@@ -131,6 +131,31 @@ def test_training_imports_nothing_that_only_others_need():
     assert not [name for name in reached if name.startswith(others)]
 
 
+PRIVATE_FILE = "kernels/torch_private.py"
+
+
+def private_names(file):
+    """The names with a leading underscore that a file takes from elsewhere: from no class of its
+    own, and not what Python's named tuples promise.
+    """
+    names = {name for name in imports(file) if re.search(r"\._[^_]", name)}
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls") and node.attr != "_replace":
+                names.add(f"{owner}.{node.attr}")
+        if isinstance(node, ast.Constant) and str(node.value).startswith("torch._"):
+            names.add(node.value)
+    return names
+
+
+def test_private_names_of_torch_stand_in_one_file():
+    product = [file for file in MODULES.values() if "experiments" not in path_of(file)]
+    found = {path_of(file): names for file in product if (names := private_names(file))}
+    assert {"torch._dynamo", "torch._foreach_mul_"} < found.pop(PRIVATE_FILE)
+    assert found == {"model.py": {"super()._apply"}}
+
+
 def test_nothing_unpickles_or_evaluates_text():
     for file in MODULES.values():
         assert not imports(file) & {"pickle", "marshal", "shelve", "dill"}, file

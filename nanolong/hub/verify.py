@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -217,9 +216,15 @@ class InFloat32(TorchFunctionMode):
     """A context in which weights of fewer bits are float32 in each operation, one at a time."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(torch.Tensor, widen, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        return function(*widen(args), **widen(kwargs or {}))
 
 
 def widen(x):
+    """Cast a tensor of fewer bits to float32, or all such tensors in a list, tuple or dict."""
+    if isinstance(x, dict):
+        return {name: widen(part) for name, part in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(map(widen, x))
+    if not torch.is_tensor(x):
+        return x
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -1,0 +1,80 @@
+"""All that nanoLong uses of torch without a public name, and what stands in where torch lacks it.
+
+Torch may rename them in any version, so each has a fallback, which computes the same numbers in
+more time or memory. No other file has such a name (tests/test_layout.py), but for model.py, which
+overrides Module._apply: a torch without it would leave constants on the CPU, and a GPU refuse them.
+"""
+
+import contextlib
+import logging
+
+import torch
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError:
+    # A context that does nothing: offloading computes attention again in the backward pass.
+    TorchDispatchMode = contextlib.nullcontext
+
+# Operators, or None: eager.py then takes public ones, which keep more scores at a time.
+flash_for_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+flash_for_cpu_backward = getattr(
+    torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None
+)
+fused_rms_norm = getattr(torch.ops.aten, "_fused_rms_norm", None)
+
+# Under torch.compile a selective checkpoint warns that in-place operators would go wrong in it.
+# There are none in a block, so the warning is silenced. It has to be done here, because a traced
+# function cannot set a log level. Under another name it would be printed.
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def multiply_each(tensors, factor):
+    """Multiply tensors by a number, in place and in one launch, or one by one."""
+    if hasattr(torch, "_foreach_mul_"):
+        torch._foreach_mul_(tensors, factor)
+        return
+    for x in tensors:
+        x.mul_(factor)
+
+
+def add_to_each(tensors, others, alpha):
+    """Add alpha x others to tensors, in place and in one launch, or one by one."""
+    if hasattr(torch, "_foreach_add_"):
+        torch._foreach_add_(tensors, others, alpha=alpha)
+        return
+    for x, y in zip(tensors, others, strict=True):
+        x.add_(y, alpha=alpha)
+
+
+def n_writes(x):
+    """The number of writes in place to a tensor; without it NaN, which equals nothing."""
+    return getattr(x, "_version", float("nan"))
+
+
+def constant_in_graphs(function):
+    """Have torch.compile call a function while it traces, and keep the result.
+
+    It is torch.compiler.assume_constant_result, without its import of the compiler, which takes
+    seconds. A torch that reads another attribute traces the function.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+def allow_recompilations(n):
+    """Have torch.compile compile a function up to n times; without this setting, eight times."""
+    config = torch._dynamo.config
+    with contextlib.suppress(AttributeError):
+        config.recompile_limit = max(config.recompile_limit, n)
+
+
+def graph_errors():
+    """The error of torch.compile for what it cannot trace; without it none, and torch's is seen."""
+    return getattr(torch._dynamo.exc, "Unsupported", ())
+
+
+def keep_address(x):
+    """Promise that a tensor stays where it is; without it a CUDA graph copies it at each step."""
+    with contextlib.suppress(AttributeError):
+        torch._dynamo.mark_static_address(x)
