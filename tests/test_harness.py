@@ -125,3 +125,36 @@ def test_lm_eval_gets_the_models_probabilities_and_texts(
         ids = ids[: ids.index(256)] if 256 in ids else ids
         text = bytes(ids).decode(errors="replace")
         assert found[0] == text.split("e")[0].split("zz")[0]
+
+
+def test_exported_model_has_the_same_probabilities_in_lm_evals_own_class(
+    evaluate, save_run, call, tmp_path
+):
+    folder = save_run()
+    assert_success(call("hf.py", "export", folder, tmp_path / "exported"))
+    done, ours = evaluate("nanolong", f"run={folder},dtype=float32", "choose")
+    assert_success(done)
+    arguments = f"pretrained={tmp_path / 'exported'},dtype=float32,max_length=24"
+    done, theirs = evaluate("hf", arguments, "choose", "--device", "cpu")
+    assert_success(done)
+    for one, other in zip(ours["choose"], theirs["choose"], strict=True):
+        for found, expected in zip(numbers(one), numbers(other), strict=True):
+            assert found == (pytest.approx(expected[0], abs=1e-3), expected[1])
+
+
+@pytest.mark.parametrize(
+    "arguments, names, more, problem",
+    [
+        ("dtype=float32", "choose", (), "no checkpoint: give --model_args run=out/NAME"),
+        ("run={},best_of=3", "choose", (), "there is no setting 'best_of'"),
+        ("run={}", "write", ("--gen_kwargs", "max_gen_toks=24"), "24 new tokens fill the context"),
+        ("run={}", "write", ("--apply_chat_template",), "lm_eval cannot write chats of nanoLong"),
+        ("run={},max_length=2", "choose", (), "a text of 4 tokens is longer than the context"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_sentence(
+    arguments, names, more, problem, evaluate, save_run
+):
+    done, _ = evaluate("nanolong", arguments.format(save_run()), names, *more)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: {problem}")
