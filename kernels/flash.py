@@ -1172,7 +1172,7 @@ def _attention_backward(
         run(
             _table_kernel, lse, (H, 1, 1),
             (partial, total, None if is_known else reached, of_term[0], call.m, d0, splits, diagonals),
-            {"BM": BM, "BN": 1024, "IS_REACHED": is_known and reached},
+            {"BM": BM, "BN": 512, "IS_REACHED": is_known and reached},
             num_warps=4,
         )  # fmt: skip
     return grads
