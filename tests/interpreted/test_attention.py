@@ -439,3 +439,15 @@ def test_a_plan_holds_for_the_same_mask_only(rng):
     few = q[:, :, 40:]
     y = flash.attention(few, k, v, docs=docs, shared=shared)
     assert torch.equal(y, flash.attention(few, k, v, docs=docs))
+
+
+@pytest.mark.parametrize("m, options", [(513, {}), (600, {"window": 500, "sinks": 3})])
+def test_the_gradient_of_a_long_table(m, options, rng):
+    """Summed in several blocks of distances."""
+    q, k, v = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 650, 16), torch.randn(1, 2, 650, 16)
+    table, dy = torch.randn(2, m).requires_grad_(), torch.randn(1, 2, 20, 16)
+    (grad,) = torch.autograd.grad(flash.attention(q, k, v, bias=table, **options), table, dy)
+    q, k, v, wide = (x.detach().double() for x in (q, k, v, table))
+    y = reference.attention(q, k, v, bias=wide.requires_grad_(), **options)
+    (exact,) = torch.autograd.grad(y, wide, dy.double())
+    assert error(grad, exact) <= 1e-6
