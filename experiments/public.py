@@ -44,6 +44,8 @@ import extend
 import hf
 from data import Split, texts
 from data.tasks import make_document
+from experiments import public_report
+from experiments.public_report import SAME_UP_TO
 from kernels import check
 from model import GPT
 from nanolong import devices, run
@@ -57,8 +59,6 @@ METHODS = {
     for name in ("none", "abf", "yarn", "lm-infinite", "self-extend", "jet-long", "pi", "ntk")
 }
 METHODS["MrRoPE"] = ("yarn", {"ramp": "progressive"})
-# Up to the original length they compute what the untouched checkpoint does: it is not repeated.
-SAME_WITHIN_ORIGINAL = ("lm-infinite", "jet-long")
 TUNED = ("yarn", "none", "abf")  # of (c)
 SEQUENCES_PER_STEP = 4  # of config/finetune_public.toml
 SEEDS = (1, 2)  # of fine-tuning on the fewest tokens; on more only the first
@@ -240,7 +240,7 @@ def plan(part, cfg, original_length, n_documents, cells):
     for group in groups:
         for document, (arm, seed) in itertools.product(range(n_documents), group):
             for length in sorted(cfg.lengths):
-                if arm not in SAME_WITHIN_ORIGINAL or length > original_length:
+                if length > original_length * SAME_UP_TO.get(arm, 0):
                     yield Key("repeats", arm, seed, length, document)
 
 
@@ -344,9 +344,11 @@ def measure(cfg, path, parts):
         "checkpoint": checkpoints.hash,
     }
     options = cfg, checkpoints.original_length, len(documents), cells
+    # of cores, which others may share
+    clock = time.process_time if checkpoints.device.type == "cpu" else time.time
 
     def add(part, key, start, values, **more):
-        seconds = round(time.time() - start, 1)
+        seconds = round(clock() - start, 1)
         facts = {**origin, "date": str(datetime.date.today()), "seconds": seconds, **more}
         cells[key] = {"part": part, **key._asdict(), **facts, "values": values}
         with open(file, "a") as f:  # a line is written at once: another part may run
@@ -359,11 +361,11 @@ def measure(cfg, path, parts):
             if key in cells:
                 continue
             if "+" in key.arm and not checkpoints.is_tuned(key.arm, key.seed):
-                start = time.time()
+                start = clock()
                 checkpoints.tune(key.arm, key.seed, modules)
                 add(part, Key("train", key.arm, key.seed, cfg.train_length, 0), start, {})
             model = checkpoints.open(key.arm, key.seed)
-            start = time.time()
+            start = clock()
             if key.task != "repeats":
                 add(part, key, start, answer_prompt(model, checkpoints, key))
                 continue
@@ -405,6 +407,12 @@ def main(argv=None):
         cfg=PublicConfig, paths="FILE.gguf and parts of a, b, c; or report", argv=argv
     )
     cfg, words = args.cfg, args.paths
+    if words == ["report"]:
+        file = Path(cfg.cells)
+        cells = read_cells(file)
+        require(cells, f"{file} has no cells: measure some first, as in public.py FILE.gguf a")
+        public_report.write(cfg, cells, file.with_suffix(".md"))
+        return
     path, parts = Path(*words[:1]), words[1:]
     is_known = bool(parts) and {"a", "b", "c"}.issuperset(parts)
     usage = "say experiments/public.py FILE.gguf a (or b, c, several), or report"
