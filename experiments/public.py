@@ -76,7 +76,8 @@ class PublicConfig:
         *("untouched", "yarn", "MrRoPE", "lm-infinite"),
         *("self-extend", "jet-long"),
     )
-    finders: tuple[str, ...] = ("untouched", "yarn", "self-extend", "jet-long")  # arms of (b)
+    # arms of (b), also fine-tuned ones such as yarn+65536
+    finders: tuple[str, ...] = ("untouched", "yarn", "self-extend", "jet-long")
     find: tuple[str, ...] = ("niah", "multikey", "nth")  # tasks of (b)
     find_length: int = 12288  # length of the prompts of (b)
     prompts: int = 8  # prompts for each task of (b)
@@ -255,7 +256,7 @@ def plan_prompts(cfg, original_length, cells):
         if len(right) < cfg.prompts or sum(right) >= cfg.prompts / 2:
             solved.append(task)
     for prompt, arm, task in itertools.product(range(cfg.prompts), cfg.finders, solved):
-        yield Key(task, arm, 0, cfg.find_length, prompt)
+        yield Key(task, arm, int("+" in arm), cfg.find_length, prompt)
 
 
 def place_targets(cfg, length):
@@ -419,7 +420,7 @@ def main(argv=None):
     require(is_known, f"public.py needs a checkpoint and parts of a, b, c: {usage}")
     require(path.exists(), f"there is no checkpoint {path}: run make smollm2")
     known = {"untouched", *METHODS}
-    unknown = sorted({*cfg.arms, *cfg.finders} - known)
+    unknown = sorted({arm.partition("+")[0] for arm in (*cfg.arms, *cfg.finders)} - known)
     require(not unknown, f"there is no arm {', '.join(unknown)}: choose from {', '.join(known)}")
     fits = cfg.targets <= max(cfg.lengths) and len(set(cfg.lengths)) > 1
     require(fits, "--lengths needs two or more, the longest at least --targets: give others")
