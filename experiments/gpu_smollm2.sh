@@ -7,8 +7,11 @@
 # sent, send two parts below 60 MB (split -b 50M FILE.gguf part-) and join them (cat part-?? > FILE.gguf).
 
 set -eu
-file=${1:?error: no checkpoint: give its file, as in experiments/gpu_smollm2.sh FILE.gguf}
-file=$(realpath "$file")
+if [ ! -f "${1:-}" ]; then
+  echo "error: ${1:-no file} is no checkpoint: give FILE.gguf, which make smollm2 downloads" >&2
+  exit 2
+fi
+file=$(realpath "$1")
 cd "$(dirname "$0")/.."
 folder=${2:-out/gpu-smollm2}
 python=python3

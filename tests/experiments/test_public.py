@@ -2,6 +2,7 @@
 records, and its report against numbers computed here.
 """
 
+import dataclasses
 import itertools
 import re
 import statistics
@@ -9,7 +10,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, assert_refused, run_command
 
 import hf
 from data import texts
@@ -245,3 +246,11 @@ def test_damaged_requests_are_refused(toy):
             toy(*parts)
     with pytest.raises(UserError, match="there is no arm rope"):
         toy("a", arms="rope")
+
+
+def test_the_version_for_a_gpu_gives_known_settings(tmp_path):
+    script = ROOT / "experiments/gpu_smollm2.sh"
+    known = {field.name for field in dataclasses.fields(public.PublicConfig)}
+    found = set(re.findall(r"--(\w+)=", script.read_text()))
+    assert found <= known and "lengths" in found
+    assert_refused(run_command([script, tmp_path / "absent"]), "is no checkpoint")
