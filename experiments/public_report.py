@@ -36,20 +36,23 @@ other modules, so prose is new to it in kind.
 
 
 class Cells:
-    """Cells by their keys, as intervals over documents."""
+    """Cells by their keys, as intervals over documents.
+
+    The original length of the checkpoint is the last but one of the lengths.
+    """
 
     def __init__(self, cells):
         self.cells = {key: cell for key, cell in cells.items() if key.task == "repeats"}
         self.prompts = {k: c for k, c in cells.items() if k.task not in ("repeats", "train")}
-        self.all = cells
         self.lengths = sorted({key.length for key in self.cells})
+        self.original_length = self.lengths[-2]
         found = [(key.arm, key.seed) for key in self.cells]
         self.arms = sorted(dict.fromkeys(found), key=lambda arm: ("+" in arm[0], found.index(arm)))
 
     def sums(self, arm, length, buckets):
         """Return {document: (nats, targets)} of the buckets in a context length."""
         name, seed = arm
-        if name in SAME_UP_TO and (name, length) not in self.measured():
+        if length <= self.original_length * SAME_UP_TO.get(name, 0):
             name = "untouched"
         found = {}
         for key, cell in self.cells.items():
@@ -58,9 +61,6 @@ class Cells:
                 targets, nats = map(sum, zip(*values, strict=True))
                 found[key.document] = nats, targets
         return found
-
-    def measured(self):
-        return {(key.arm, key.length) for key in self.cells}
 
     def loss(self, arm, length):
         """Return the interval of the loss of all targets."""
@@ -343,7 +343,7 @@ def write(cfg, found, file):
         lines += [prompt_table(cells).markdown()]
     lines += ["", "## (c) After how many tokens of fine-tuning?", "", read_tokens(cells)]
     lines += ["", "## What was not measured", "", *left_out(cells, cfg)]
-    lines += ["", "## Documents and hours", "", DOCUMENTS, ""]
+    lines += ["", "## Documents and hours", "", DOCUMENTS]
     lines += [f"- {number}: {name}" for number, name in sorted(documents.items())]
     lines += ["", *hours(found)]
     file.write_text("\n".join(lines) + "\n")

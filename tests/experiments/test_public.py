@@ -237,6 +237,13 @@ def test_report_has_the_means_and_intervals_of_the_cells(toy, tmp_path):
     pairs = zip(values("yarn", 256, "all"), values("lm-infinite", 256, "all"), strict=True)
     mean, width = interval([(a - b, n) for (a, n), (b, _) in pairs])
     assert row(tables[4], "yarn")[1] == f"{mean:+.3f} ± {width:.3f}"
+    # what is not measured yet is nobody's loss
+    file = tmp_path / "cells.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(x for x in lines if '"self-extend", "seed": 0, "length": 256' not in x))
+    toy("report")
+    table = re.search(r"(?:^\|.*\n)+", (tmp_path / "cells.md").read_text(), re.M)[0].splitlines()
+    assert row(table, "self-extend")[3] == "–" and row(table, "self-extend")[1] != "–"
     assert "- yarn: 5 of 6 documents" in report and "any prompt of (b)" in report
 
 
