@@ -368,18 +368,19 @@ def plot(cells, file):
     axes[1].set_title(f"loss less LM-Infinite's, in {longest:,} tokens")
     for axis, columns_ in zip(axes, (gains, against_window(cells)), strict=True):
         for number, (name, column) in enumerate(columns_.items()):
-            points = [(arm, x) for arm, x in column.items() if x["low"] is not None]
-            points = [(arm, x) for arm, x in points if x["mean"] > -0.5 and x["mean"] < 1]
+            points = [(arm, x) for arm, x in column.items() if -0.5 < x["mean"] < 2]
             places = [cells.arms.index(arm) + 0.2 * (number - 1) for arm, _ in points]
             means = [x["mean"] for _, x in points]
-            widths = [(x["high"] - x["low"]) / 2 for _, x in points]
+            widths = [x["mean"] - x["low"] if x["low"] is not None else 0 for _, x in points]
             style = {"fmt": figures.MARKERS[number], "color": f"C{number}", "capsize": 3}
             axis.errorbar(means, places, xerr=widths, label=name, **style)
         axis.axvline(0, color="gray", linewidth=1)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0].set_yticks(range(len(cells.arms)), [label_of(arm) for arm in cells.arms])
-    axes[0].invert_yaxis()
-    figure.supxlabel("points beyond -0.5 and 1 nats, of arms that break, are left out", fontsize=8)
+    axes[0].set_ylim(len(cells.arms) - 0.5, -0.5)
+    n = len(cells.sums(cells.arms[0], longest, ["all"]))
+    note = f"{n} documents at most; of fewer than five no interval. Arms beyond -0.5 and 2"
+    figure.supxlabel(f"{note} nats, which break, are left out.", fontsize=8)
     figures.save(figure, file)
     pyplot.close(figure)
