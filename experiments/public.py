@@ -64,6 +64,9 @@ SEQUENCES_PER_STEP = 4  # of config/finetune_public.toml
 SEEDS = (1, 2)  # of fine-tuning on the fewest tokens; on more only the first
 
 
+Task = Literal["niah", "multikey", "vt", "fwe", "nth", "last"]
+
+
 @dataclass
 class PublicConfig:
     # [measurement]
@@ -78,7 +81,7 @@ class PublicConfig:
     )
     # arms of (b), also fine-tuned ones such as yarn+65536
     finders: tuple[str, ...] = ("untouched", "yarn", "self-extend", "jet-long")
-    find: tuple[str, ...] = ("niah", "multikey", "nth")  # tasks of (b)
+    find: tuple[Task, ...] = ("niah", "multikey", "nth")  # tasks of (b)
     find_length: int = 12288  # length of the prompts of (b)
     prompts: int = 8  # prompts for each task of (b)
     tokens: tuple[int, ...] = (65536, 262144)  # tokens of fine-tuning of (c)
@@ -143,8 +146,11 @@ def read_documents(tokenizer, n_tokens):
 def hash_checkpoint(path):
     """Return 16 digits of the SHA-256 of a file, or of the files of a folder."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    hashes = [hashlib.file_digest(open(file, "rb"), "sha256").digest() for file in files]
-    return hashlib.sha256(b"".join(hashes)).hexdigest()[:16]
+    found = hashlib.sha256()
+    for file in filter(Path.is_file, files):
+        with open(file, "rb") as f:
+            found.update(hashlib.file_digest(f, "sha256").digest())
+    return found.hexdigest()[:16]
 
 
 class Checkpoints:
@@ -422,9 +428,19 @@ def main(argv=None):
     known = {"untouched", *METHODS}
     unknown = sorted({arm.partition("+")[0] for arm in (*cfg.arms, *cfg.finders)} - known)
     require(not unknown, f"there is no arm {', '.join(unknown)}: choose from {', '.join(known)}")
-    fits = cfg.targets <= max(cfg.lengths) and len(set(cfg.lengths)) > 1
-    require(fits, "--lengths needs two or more, the longest at least --targets: give others")
+    check_sizes(cfg)
     measure(cfg, path, parts)
+
+
+def check_sizes(cfg):
+    """Raise UserError for sizes that measure nothing."""
+    for name in ("targets", "documents", "prompts", "train_length"):
+        require(getattr(cfg, name), f"--{name} must be at least 1")
+    fits = len(set(cfg.lengths)) > 1 and cfg.targets <= max(cfg.lengths)
+    require(fits, "--lengths needs two or more, the longest at least --targets: give others")
+    step = SEQUENCES_PER_STEP * cfg.train_length
+    has_steps = bool(cfg.tokens) and min(cfg.tokens) >= step
+    require(has_steps, f"--tokens has less than a step of {step}: give more")
 
 
 if __name__ == "__main__":

@@ -228,25 +228,33 @@ def prompt_table(cells):
 
 
 def read_find(cells, cfg):
-    """Say what (b) found, by the counts."""
-    lengths = sorted({key.length for key in cells.prompts})
-    lines = []
-    for task in cfg.find:
-        for length in lengths:
-            texts = []
-            for arm in cfg.finders:
-                keys = [k for k in cells.prompts if k[:2] == (task, arm) and k.length == length]
-                right = sum(cells.prompts[key]["values"]["right"] for key in keys)
-                texts += [f"{arm} {right} of {len(keys)}"] if keys else []
-            if texts:
-                lines.append(f"{task} at {length:,}: {', '.join(texts)}.")
-    dropped = [task for task in cfg.find if is_dropped(cells, cfg, task, lengths[0])]
-    if dropped:
-        lines.append(
-            f"Dropped, as the untouched checkpoint answers under half of it at {lengths[0]:,} "
-            f"tokens: {', '.join(dropped)}."
+    """Say what (b) found and what to do, by the answers to all tasks together."""
+    original, *others = sorted({key.length for key in cells.prompts})
+    dropped = [task for task in cfg.find if is_dropped(cells, cfg, task, original)]
+    lines = [
+        f"Dropped, as the untouched checkpoint answers under half of it at {original:,} tokens: "
+        f"{', '.join(dropped) or 'no task'}."
+    ]
+    if not others:
+        return f"{lines[0]} Beyond {original:,} tokens nothing is measured yet."
+    right = {arm: [] for arm in cfg.finders}
+    for key, cell in cells.prompts.items():
+        if key.length == others[-1]:
+            right.setdefault(key.arm, []).append(cell["values"]["right"])
+    right = {arm: found for arm, found in right.items() if found}
+    counts = [f"{arm} {sum(found)} of {len(found)}" for arm, found in right.items()]
+    lines.append(f"At {others[-1]:,} tokens, the other tasks together: {', '.join(counts)}.")
+    found = {arm: intervals.fraction_interval(answers) for arm, answers in right.items()}
+    highest = found.get("untouched", {"high": None})["high"]
+    if highest is None:
+        return " ".join(lines)
+    better = [arm for arm, x in found.items() if x["low"] is not None and x["low"] > highest]
+    advice = "So no arm is separated from the untouched checkpoint."
+    if better:
+        advice = (
+            f"So to find something beyond {original:,} tokens, extend by {' or '.join(better)}."
         )
-    return " ".join(lines)
+    return " ".join([*lines, advice])
 
 
 def is_dropped(cells, cfg, task, original):
@@ -256,14 +264,30 @@ def is_dropped(cells, cfg, task, original):
 
 
 def read_tokens(cells):
-    """Say what (c) found: of each fine-tuned arm its loss in the longest context."""
+    """Say what (c) found and what to do, by differences in the longest context."""
     longest = cells.lengths[-1]
-    texts = [
-        f"{label_of(arm)} {format_found(cells.loss(arm, longest))}"
-        for arm in cells.arms
-        if arm[0] in ("yarn", "abf") or "+" in arm[0]
+    tuned = [arm for arm in cells.arms if "+" in arm[0]]
+    if not tuned:
+        return "Not measured yet."
+    change = {
+        arm: cells.difference((arm, longest), (("yarn", 0), longest), ["all"]) for arm in tuned
+    }
+    texts = [f"{label_of(arm)} {format_found(x, '+')}" for arm, x in change.items()]
+    lines = [
+        f"Loss of all tokens in {longest:,} tokens of context, less YaRN's without fine-tuning: "
+        f"{'; '.join(texts)}. Below it with the whole interval: {below(change)}."
     ]
-    return f"Loss of all tokens in {longest:,} tokens of context: {'; '.join(texts)}."
+    for arm in tuned:
+        method, _, tokens = arm[0].partition("+")
+        other = f"none+{tokens}", arm[1]
+        if method == "yarn" and other in tuned:
+            found = cells.difference((other, longest), (arm, longest), ["all"])
+            lines.append(f"{label_of(other)} less {label_of(arm)}: {format_found(found, '+')}.")
+            if found["low"] is not None:
+                is_decided = intervals.excludes_zero(found)
+                advice = "the method still matters" if is_decided else "the method is not separated"
+                lines.append(f"So after {int(tokens) // 1024} k tokens {advice}.")
+    return " ".join(lines)
 
 
 def hours(cells):
