@@ -139,10 +139,10 @@ def gain_table(cells, short, long):
         found = [cells.gain(arm, short, long, group) for group in GROUPS]
         found += [cells.gain(arm, short, long, "far", kind) for kind in ("code", "prose")]
         if found[0]["n"]:
-            rows.append([label_of(arm), *(format_found(x, "+") for x in found)])
+            rows.append([label_of(arm), *(format_found(x, "+") for x in found), found[0]["n"]])
     counts = [cells.n_targets(cells.buckets(short, long, group)) for group in GROUPS]
     names = [f"{group} ({n:,})" for group, n in zip(GROUPS, counts, strict=True)]
-    return Table("", ["", *names, "far, code", "far, prose"], rows)
+    return Table("", ["", *names, "far, code", "far, prose", "documents"], rows)
 
 
 def against_window(cells):
@@ -164,11 +164,15 @@ def against_window(cells):
 def window_table(cells):
     found = against_window(cells)
     rows = [
-        [label_of(arm), *(format_found(column[arm], "+") for column in found.values())]
+        [
+            label_of(arm),
+            *(format_found(column[arm], "+") for column in found.values()),
+            found["all"][arm]["n"],
+        ]
         for arm in cells.arms
         if arm[0] != WINDOW and found["all"][arm]["n"]
     ]
-    return Table("", ["", *found], rows)
+    return Table("", ["", *found, "documents"], rows)
 
 
 def below(found):
