@@ -177,8 +177,9 @@ def window_table(cells):
 
 def below(found):
     """Return the labels of the arms whose whole interval is below 0, as text."""
-    names = [label_of(arm) for arm, x in found.items() if x["high"] is not None and x["high"] < 0]
-    return ", ".join(names) or "none"
+    known = {arm: x for arm, x in found.items() if x["high"] is not None}
+    names = [label_of(arm) for arm, x in known.items() if x["high"] < 0]
+    return ", ".join(names) or ("none" if known else "not known before five documents")
 
 
 def read_use(cells):
