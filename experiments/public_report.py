@@ -210,7 +210,12 @@ def read_use(cells):
     if better:
         lines.append("So extend if a text refers back that far; for the mean loss a window does.")
     elif any(x["high"] is not None for x in far.values()):
-        lines.append("So nothing here speaks against a window, which costs less.")
+        use = (
+            "distant text is used, but"
+            if gaining
+            else "that distant text is used is not shown, and"
+        )
+        lines.append(f"So {use} a window, which costs less, is not worse by these documents.")
     return " ".join(lines)
 
 
