@@ -1,4 +1,4 @@
-# make demo        install, train, extend, evaluate and sample: five to ten minutes on two cores
+# make demo        install, train, extend, evaluate and sample: three to ten minutes on two cores
 # make stages      the demo's run in three stages, at 256, 1,024 and 4,096 tokens: five minutes
 # make test        install and run the tests;  make test-all  the slow ones too
 # make kernels-all every case of the kernels' tests: run it when kernels/ changes
@@ -7,7 +7,7 @@
 # make bench       benchmarks of the operators
 # make aot         the kernels compiled for five architectures: registers, spills, shared memory
 # make gpu-check   on a GPU: checks of the kernels in eight minutes, and a report to send us
-# make public      a public checkpoint: download, extend, evaluate, sample; 10 to 15 minutes
+# make public      a public checkpoint: download, extend, evaluate, sample
 # make smollm2     only download it, for make test-all
 #
 # The CPU build of torch:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu

@@ -16,9 +16,10 @@ ABOUT = (
 )
 NO_SIZES = ("budget", "dataset", "data")  # what run.py adds to the numbers of a budget
 RULE = (
-    "A claim passes when its whole 95 % interval does. It is not separated from its bound when the "
-    "interval includes the bound, contradicted when the whole interval lies on the other side of "
-    "the bound and of zero, and too small when it lies on the other side of the bound alone."
+    "A claim passes if its whole 95 % interval lies on the claimed side of the bound. It fails "
+    'as "not separated" if the interval includes the bound, which more seeds may decide; as '
+    '"too small" if the sign is right and the bound is not reached; and as "contradicted" if '
+    "the sign is wrong."
 )
 
 

@@ -20,13 +20,17 @@ def provenance(device, commits=()):
     """
     commits = list(dict.fromkeys(commits)) or [current_commit()]
     commit = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    else:
-        n_threads = torch.get_num_threads()
-        hardware = f"{n_threads} thread{'s' if n_threads > 1 else ''} of {_cpu_name()}"
+    return f"{commit}, {hardware(device)}, {datetime.date.today()}"
+
+
+def hardware(device):
+    """GPU, or threads and processor, and torch's version, as a line of text."""
     version = torch.__version__.partition("+")[0]
-    return f"{commit}, {hardware}, torch {version}, {datetime.date.today()}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {version}"
+    n_threads = torch.get_num_threads()
+    threads = f"{n_threads} thread{'s' if n_threads > 1 else ''}"
+    return f"{threads} of {_cpu_name()}, torch {version}"
 
 
 def _cpu_name():
