@@ -7,7 +7,7 @@
     for token in model.generate(tokens, 100): ...
 
 Two chapters: the transformer (Attention, MLP, Block, GPTConfig, GPT), and 14 position schemes, of
-which NoPE is the base. At most 1,320 lines.
+which NoPE is the base. At most 1,335 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
 vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
@@ -346,6 +346,9 @@ class GPT(nn.Module):
         if self.config.embed_scale != 1:
             x = x * self.config.embed_scale
         x = self.dropout(self.pos.embed(x, pos))
+        # Layers share a bias; a compiler sees this by itself, and a CPU has little to gain.
+        if cache is None and self.pos.shares_bias and kernels.runs_uncompiled(x.device):
+            mask["shared"]["bias", T] = self.pos.bias(T, 0)
         # Forward the blocks.
         for layer, block in enumerate(self.blocks):
             scheme = self.scheme_of(layer)
@@ -628,8 +631,11 @@ class NoPE(nn.Module):
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
     settings = ()  # settings of GPTConfig that have an effect on such schemes only
+    shares_bias = False  # True: the bias() of this class is the same in all layers
 
     def __init_subclass__(cls):
+        if "bias" in vars(cls):
+            cls.shares_bias = vars(cls).get("shares_bias", False)
         if vars(cls).keys() & {"bias", "angles", "gates"}:
             cls.by_index = True  # they count distances between indices, or sum along the text
 
@@ -681,7 +687,9 @@ class NoPE(nn.Module):
         as heads.
         """
         if cache is None:
-            bias = self.bias(k.shape[2], layer)
+            n = k.shape[2]
+            shared = mask.get("shared") if self.shares_bias else None
+            bias = shared["bias", n] if shared and ("bias", n) in shared else self.bias(n, layer)
         else:
             k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
             if "gates" in mask:
@@ -1041,6 +1049,7 @@ class T5(NoPE):
     Half of the buckets hold one distance each, the others grow logarithmically to max_distance.
     """
 
+    shares_bias = True
     methods = {"none": (), "pi": ()}
     n_buckets = 32
     max_distance = 128
@@ -1069,6 +1078,7 @@ class T5(NoPE):
 class ALiBi(NoPE):
     """Scores fall linearly with distance, by a fixed slope for each head (Press et al. 2022)."""
 
+    shares_bias = True
     methods = {"none": (), "pi": (), "dynamic-pi": ()}
 
     def __init__(self, config):
@@ -1086,6 +1096,7 @@ class ALiBi(NoPE):
 class Kerple(NoPE):
     """KERPLE, logarithmic (Chi et al. 2022): -r1 log(1 + r2 distance), learned by head."""
 
+    shares_bias = True
     methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
@@ -1104,6 +1115,7 @@ class Kerple(NoPE):
 class KerplePower(NoPE):
     """KERPLE, power (Chi et al. 2022): -r1 distance^r2 with 0 < r2 < 2, learned by head."""
 
+    shares_bias = True
     methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
@@ -1124,6 +1136,7 @@ class KerplePower(NoPE):
 class Sandwich(NoPE):
     """The product of two sinusoidal embeddings by distance, a fixed bias (Chi et al. 2023)."""
 
+    shares_bias = True
     methods = {"none": (), "pi": ()}
     dim = 128  # of the sinusoidal embeddings, whatever the size of the model
 
