@@ -688,6 +688,7 @@ class NoPE(nn.Module):
         """
         if cache is None:
             n = k.shape[2]
+            # hidden_states() may have computed it for all layers
             shared = mask.get("shared") if self.shares_bias else None
             bias = shared["bias", n] if shared and ("bias", n) in shared else self.bias(n, layer)
         else:

@@ -3,7 +3,7 @@
 #
 #   experiments/gpu_smollm2.sh FILE.gguf [FOLDER]    by default out/gpu-smollm2; once more goes on
 #
-# FOLDER/public.jsonl has the cells, and its report lies beside it. Where files of 94 MB cannot be
+# FOLDER/public.jsonl has the cells, and its report is next to it. Where files of 94 MB cannot be
 # sent, send two parts below 60 MB (split -b 50M FILE.gguf part-) and join them (cat part-?? > FILE.gguf).
 
 set -eu

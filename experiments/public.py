@@ -70,7 +70,7 @@ Task = Literal["niah", "multikey", "vt", "fwe", "nth", "last"]
 @dataclass
 class PublicConfig:
     # [measurement]
-    cells: str = "experiments/results/public.jsonl"  # file of the cells; the report lies beside it
+    cells: str = "experiments/results/public.jsonl"  # file of the cells; the report is next to it
     lengths: tuple[int, ...] = (2048, 8192, 16384)  # contexts of (a) and (c), in tokens
     targets: int = 2560  # scored tokens of (a) and (c), the last of each document
     documents: int = 8  # documents of (a) and (c), at most

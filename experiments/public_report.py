@@ -335,7 +335,7 @@ def left_out(cells, cfg):
 
 
 def write(cfg, found, file):
-    """Write the report and its figure beside the cells."""
+    """Write the report and its figure next to the cells."""
     cells = Cells(found)
     short, *_, original, longest = cells.lengths
     facts = {name: sorted({cell[name] for cell in found.values()}) for name in ("commit", "date")}

@@ -3,9 +3,10 @@
 Nobody may have tried this GPU with this driver, torch and triton, and somebody may have changed an
 operator in eager.py but not its kernel. So train.py, extend.py, evaluate.py and sample.py compare
 RoPE, attention and the loss, and their gradients, on random numbers: with the head dimension, query
-groups, kind of bias, windows, documents and dtype of the model; where SDPA may compute attention, it.
-A difference, a failed compilation or launch turns all kernels off in all processes. NANOLONG_CHECK=0 leaves this out. On CPU tensors,
-under Triton's interpreter, only NANOLONG_CHECK=1 does it. `make gpu-check` compares more.
+groups, kind of bias, windows, documents and dtype of the model, and by SDPA where it may compute
+attention. A difference, a failed compilation or launch turns all kernels off in all processes.
+NANOLONG_CHECK=0 leaves this out. On CPU tensors, under Triton's interpreter, only NANOLONG_CHECK=1
+does it. `make gpu-check` compares more.
 """
 
 import os

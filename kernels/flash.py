@@ -1171,7 +1171,8 @@ def _attention_backward(
         is_known = isinstance(reached, bool)
         run(
             _table_kernel, lse, (H, 1, 1),
-            (partial, total, None if is_known else reached, of_term[0], call.m, d0, splits, diagonals),
+            (partial, total, None if is_known else reached, of_term[0],
+             call.m, d0, splits, diagonals),
             {"BM": BM, "BN": 512, "IS_REACHED": is_known and reached},
             num_warps=4,
         )  # fmt: skip
@@ -1237,6 +1238,7 @@ class _Attention(torch.autograd.Function):
         return (out, lse) if return_lse else out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse=None):
         out, lse, *saved = ctx.saved_tensors
         tensors, segments = saved[:7], saved[7:]
@@ -1276,8 +1278,21 @@ def attention(
         tensors, docs, positions, window, sinks, causal, needs_grad(tensors), shared
     )
     options = (window, sinks, causal, scale)
-    result = _Attention.apply(return_lse, options, *tensors, docs, positions, *segments)
+    arguments = distinct(*tensors, docs, positions, *segments)
+    result = _Attention.apply(return_lse, options, *arguments)
     return (result[0], result[1] * math.log(2)) if return_lse else result
+
+
+def distinct(*tensors):
+    """Return the tensors, and views where one comes again: torch.compile differentiates no function
+    that is given a tensor twice.
+    """
+    seen = set()
+    result = []
+    for x in tensors:
+        result.append(x.view_as(x) if id(x) in seen and x is not None else x)
+        seen.add(id(x))
+    return result
 
 
 def needs_grad(tensors):

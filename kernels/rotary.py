@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .flash import DTYPES, Rows, as_rows, empty_output, operator, require, run
+from .flash import DTYPES, Rows, as_rows, distinct, empty_output, operator, require, run
 
 GROUP = tl.constexpr(4)  # heads of a program, of the queries and of the keys
 
@@ -107,6 +107,7 @@ class _Rope(torch.autograd.Function):
         return _rope(q, k, cos, sin, False)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dq, dk):
         dq, dk = _rope(dq, dk, *ctx.saved_tensors, True)
         return dq, dk, None, None
@@ -137,4 +138,4 @@ def rope(q, k, cos, sin):
         "(T, R/2) or (B, T, R/2) with R <= D",
         *(q.shape, k.shape, cos.shape, sin.shape),
     )
-    return _Rope.apply(q, k, cos, sin)
+    return _Rope.apply(*distinct(q, k, cos, sin))

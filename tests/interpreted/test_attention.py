@@ -27,7 +27,7 @@ from kernel_cases import (
 )
 
 import kernels
-from kernels import flash, reference
+from kernels import flash, reference, rotary
 from model import POSITIONS
 
 slow = pytest.mark.slow
@@ -451,3 +451,25 @@ def test_the_gradient_of_a_long_table(m, options, rng):
     y = reference.attention(q, k, v, bias=wide.requires_grad_(), **options)
     (exact,) = torch.autograd.grad(y, wide, dy.double())
     assert error(grad, exact) <= 1e-6
+
+
+def test_compiled_attention_takes_documents_and_a_tensor_twice(rng):
+    """In one graph; the segments of two kernels are then one tensor."""
+    x, dy = torch.randn(2, 2, 40, 16).requires_grad_(), torch.randn(2, 2, 40, 16)
+    docs = torch.arange(40).expand(2, 40) // 15
+    compiled = torch.compile(flash.attention, fullgraph=True, backend="aot_eager")
+    for options in ({}, {"docs": docs}):
+        found, expected = (
+            torch.autograd.grad(attend(x, x, x, **options), x, dy)[0]
+            for attend in (compiled, reference.attention)
+        )
+        assert error(found, expected) <= 1e-5
+
+
+def test_a_second_derivative_is_refused(rng):
+    x = torch.randn(1, 2, 8, 16).requires_grad_()
+    angles = torch.rand(8, 4)
+    for y in (flash.attention(x, x, x), rotary.rope(x, x, angles, angles)[0]):
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="twice"):
+            grad.sum().backward()
