@@ -1287,11 +1287,11 @@ def distinct(*tensors):
     """Return the tensors, and views where one comes again: torch.compile differentiates no function
     that is given a tensor twice.
     """
-    seen = set()
-    result = []
-    for x in tensors:
-        result.append(x.view_as(x) if id(x) in seen and x is not None else x)
-        seen.add(id(x))
+    result = list(tensors)
+    if torch.compiler.is_compiling():
+        for place, x in enumerate(tensors):
+            if x is not None and any(x is y for y in tensors[:place]):
+                result[place] = x.view_as(x)
     return result
 
 
