@@ -402,7 +402,7 @@ def plot(cells, file):
     axes[1].set_title(f"loss less LM-Infinite's, in {longest:,} tokens")
     for axis, columns_ in zip(axes, (gains, against_window(cells)), strict=True):
         for number, (name, column) in enumerate(columns_.items()):
-            points = [(arm, x) for arm, x in column.items() if -0.5 < x["mean"] < 2]
+            points = [(arm, x) for arm, x in column.items() if abs(x["mean"]) < 2]
             places = [cells.arms.index(arm) + 0.2 * (number - 1) for arm, _ in points]
             means = [x["mean"] for _, x in points]
             widths = [x["mean"] - x["low"] if x["low"] is not None else 0 for _, x in points]
@@ -414,7 +414,7 @@ def plot(cells, file):
     axes[0].set_yticks(range(len(cells.arms)), [label_of(arm) for arm in cells.arms])
     axes[0].set_ylim(len(cells.arms) - 0.5, -0.5)
     n = len(cells.sums(cells.arms[0], longest, ["all"]))
-    note = f"{n} documents at most; of fewer than five no interval. Arms beyond -0.5 and 2"
-    figure.supxlabel(f"{note} nats, which break, are left out.", fontsize=8)
+    note = f"{n} documents at most; of fewer than five no interval. Arms beyond 2 nats,"
+    figure.supxlabel(f"{note} which break, are left out.", fontsize=8)
     figures.save(figure, file)
     pyplot.close(figure)
