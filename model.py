@@ -1054,26 +1054,29 @@ class T5(NoPE):
     methods = {"none": (), "pi": ()}
     n_buckets = 32
     max_distance = 128
+    lengths = 4  # Raffel's 512 tokens / 128: training sees many distances of the last bucket
 
     def __init__(self, config):
         super().__init__(config)
-        # at most the original length: a bucket never used in training would keep its first value
-        max_distance = min(self.max_distance, config.original_length)
-        bucket = [self.bucket_of(distance, max_distance) for distance in range(max_distance)]
-        bucket = bucket[: bucket.index(bucket[-1]) + 1]  # up to the start of the last bucket used
+        max_distance = min(self.max_distance, max(2, config.original_length // self.lengths))
+        n_buckets = min(self.n_buckets, max_distance)
+        bucket = [bucket_of(distance, n_buckets, max_distance) for distance in range(max_distance)]
+        bucket = bucket[: bucket.index(bucket[-1]) + 1]  # up to the start of the last one
         self.register_constant("bucket", torch.tensor(bucket))
-        self.weight = nn.Parameter(torch.zeros(config.n_head, self.n_buckets))
-
-    def bucket_of(self, distance, max_distance):
-        exact = self.n_buckets // 2
-        if distance < exact:
-            return distance
-        log_ratio = math.log(distance / exact) / math.log(max_distance / exact)
-        return min(self.n_buckets - 1, exact + int(log_ratio * (self.n_buckets - exact)))
+        self.weight = nn.Parameter(torch.zeros(config.n_head, n_buckets))
 
     def bias(self, n, layer):
         index = self.distance_index(n, len(self.bucket), self.bucket.device)
         return self.weight[:, self.bucket[index]].float()
+
+
+def bucket_of(distance, n_buckets, max_distance):
+    """Return the bucket of a distance. Half of them hold one distance each."""
+    exact = n_buckets // 2
+    if distance < exact:
+        return distance
+    log_ratio = math.log(distance / exact) / math.log(max_distance / exact)
+    return min(n_buckets - 1, exact + int(log_ratio * (n_buckets - exact)))
 
 
 class ALiBi(NoPE):

@@ -27,15 +27,15 @@ def alibi_bias(scheme, distance):
 
 def t5_bias(scheme, distance):
     """
-    T5 (Raffel et al. 2020), one-sided, with 32 buckets: (H,).
-
-    Distances that no training sequence has are in the bucket of the greatest that one has.
+    T5 (Raffel et al. 2020), one-sided, with up to 32 buckets, to a quarter of the length: (H,).
     """
-    max_distance = min(128, scheme.config.original_length)
-    bucket = min(int(distance), max_distance - 1)
-    if bucket >= 16:
-        log_ratio = math.log(bucket / 16) / math.log(max_distance / 16)
-        bucket = min(31, 16 + int(log_ratio * 16))
+    max_distance = min(128, max(2, scheme.config.original_length // 4))
+    n_buckets = min(32, max_distance)
+    exact = n_buckets // 2
+    bucket = int(distance)
+    if bucket >= exact:
+        log_ratio = math.log(bucket / exact) / math.log(max_distance / exact)
+        bucket = min(n_buckets - 1, exact + int(log_ratio * (n_buckets - exact)))
     return scheme.weight[:, bucket].double()
 
 

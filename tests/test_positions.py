@@ -40,6 +40,21 @@ def test_t5_buckets_match_t5s_own_function():
     assert len(bucket) == 114  # constant from 113 on
 
 
+@pytest.mark.parametrize(
+    "length, buckets, last",
+    [(1, 2, 1), (8, 2, 1), (64, 16, 15), (100, 25, 24), (128, 32, 31), (511, 32, 112)],
+)
+def test_the_last_of_t5s_buckets_starts_within_a_quarter_of_the_length(length, buckets, last):
+    """So many buckets, and the distance at which the last one starts. Half hold one distance."""
+    t5 = make_scheme("t5", block_size=length)
+    assert t5.weight.shape == (4, buckets)
+    t5.weight.data = torch.arange(float(buckets)).expand(4, -1)
+    bucket = t5.bias(4 * length, 0)[0].long().tolist()
+    assert len(bucket) == last + 1
+    assert bucket == sorted(bucket) and bucket[-1] == buckets - 1 > bucket[-2]
+    assert bucket[: buckets // 2] == list(range(buckets // 2))
+
+
 def test_kerple_starts_from_uniform_samples_with_finite_gradients_and_shaw_from_zero():
     torch.manual_seed(0)
     logarithmic = make_scheme("kerple", n_head=1000, head_dim=8)

@@ -113,7 +113,7 @@ def test_what_cannot_be_read_here_is_refused(folder, monkeypatch):
     meta = json.loads(file.read_text())
     for change, message in (
         ({"config": {**meta["config"], "window": 5}}, "damaged"),
-        ({"format": 3}, "has format 3, and this version reads 4"),
+        ({"format": 3}, "has format 3, and this version reads 5"),
     ):
         file.write_text(json.dumps({**meta, **change}))
         with pytest.raises(UserError, match=message):
@@ -121,6 +121,21 @@ def test_what_cannot_be_read_here_is_refused(folder, monkeypatch):
     monkeypatch.delitem(GPT.schemes, "t5")
     with pytest.raises(UserError, match="--pos=t5, which is not in.*--entry=FILE.py"):
         GPT.load(folder / "step-000005")
+
+
+def test_format_4_is_read_but_for_t5(folder, make):
+    """A checkpoint of the version before, whose t5 had other buckets."""
+    make(pos="rope").save(folder / "step-000020")
+    for step, pos in (("step-000010", "t5"), ("step-000020", "rope")):
+        file = folder / step / "meta.json"
+        meta = json.loads(file.read_text()) | {"format": 4}
+        meta["checksums"]["meta.json"] = runs.checksum_of_meta(meta)
+        file.write_text(json.dumps(meta))
+        if pos == "rope":
+            assert GPT.load(folder / step).config.pos == "rope"
+            continue
+        with pytest.raises(UserError, match="format 4, .*t5, whose buckets have changed: use"):
+            GPT.load(folder / step)
 
 
 def test_a_full_disk_names_what_is_whole_and_leaves_nothing(folder, make, monkeypatch):
