@@ -2,7 +2,8 @@
 
 All runs take the same number of steps, and of tokens a step, and start at L tokens, target-length
 at 16L. three-lengths: 4L from 90 % of the steps and 16L from 95 %, with one optimizer and schedule;
-one-late-jump: 16L from 95 %. Losses are in nats per token in the last quarter of a sequence;
+one-jump: 16L from 90 %, so as many steps beyond L. late-three-lengths and one-late-jump: from 95 %
+(16L from 97.5 %) with half as many. Losses are in nats per token in the last quarter of a sequence;
 seconds are of the processor, for all commands of an arm.
 """
 
@@ -27,13 +28,14 @@ def train(b, times, flags=""):
 
 
 def ARMS(b):
-    early = f"--stop_at={round(0.9 * b.steps)}"
-    late = f"--stop_at={round(0.95 * b.steps)}"
+    early, late, last = (f"--stop_at={round(part * b.steps)}" for part in (0.9, 0.95, 0.975))
     by_4 = "extend --factor=4 --keep_optimizer=true --max_tokens=1024"
     by_16 = "extend --factor=16 --keep_optimizer=true --max_tokens=1024"
     return {
         "original-length": [train(b, 1)],
         "three-lengths": [train(b, 1, early), f"{by_4} {late}", by_4],
+        "one-jump": [train(b, 1, early), by_16],
+        "late-three-lengths": [train(b, 1, late), f"{by_4} {last}", by_4],
         "one-late-jump": [train(b, 1, late), by_16],
         "target-length": [train(b, 16)],
     }
@@ -48,7 +50,12 @@ TABLES = [
     ("Seconds", "seconds", ["0"]),
 ]
 CLAIMS = """
-last-quarter: one-late-jump@16L > three-lengths@16L
+# with as many steps beyond L
+last-quarter: one-jump@16L < three-lengths@16L
+last-quarter: one-late-jump@16L < late-three-lengths@16L
+last-quarter: one-jump@L > three-lengths@L
+# with twice as many
+last-quarter: one-late-jump@16L > one-jump@16L
 last-quarter: target-length@16L > three-lengths@16L
 last-quarter: target-length@L > three-lengths@L
 """
