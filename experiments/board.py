@@ -1,5 +1,6 @@
 """What an experiment has measured: values, intervals over seeds, claims, tables, and a figure."""
 
+import collections
 import math
 import re
 import textwrap
@@ -16,11 +17,20 @@ ABOUT = (
 )
 NO_SIZES = ("budget", "dataset", "data")  # what run.py adds to the numbers of a budget
 RULE = (
-    "A claim passes if its whole 95 % interval lies on the claimed side of the bound. It fails "
-    'as "not separated" if the interval includes the bound, which more seeds may decide; as '
-    '"too small" if the sign is right and the bound is not reached; and as "contradicted" if '
-    "the sign is wrong."
+    "A claim passes if its whole 95 % interval lies on the claimed side of the bound. It is "
+    "undecided if the interval contains the bound, which more seeds may decide; smaller if the "
+    "sign is right, but the bound is not reached; and contradicted if the sign is wrong."
 )
+
+# verdict -> as counted
+VERDICTS = {
+    "pass": "pass",
+    "undecided": "are undecided",
+    "smaller": "are smaller",
+    "contradicted": "are contradicted",
+    "not judged": "are not judged",
+}
+VERDICT = re.compile(f": ({'|'.join(VERDICTS)})")
 
 
 def interval(values):
@@ -210,7 +220,7 @@ def judge(line, board):
 
 
 def find_verdict(differences, sign, bound):
-    """Return "pass", or "FAIL" and why, in the words of RULE."""
+    """Return the verdict, in the words of RULE."""
     mean, half_width = interval(differences)
     side = 1 if sign == ">" else -1
     margin = side * (mean - bound)
@@ -219,9 +229,8 @@ def find_verdict(differences, sign, bound):
     if margin > half_width:
         return "pass"
     if margin >= -half_width:
-        return "FAIL (not separated)"
-    is_beyond_zero = side * mean < -half_width
-    return "FAIL (contradicted)" if is_beyond_zero else "FAIL (too small)"
+        return "undecided"
+    return "contradicted" if side * mean < -half_width else "smaller"
 
 
 def claim_lines(experiment, board):
@@ -241,12 +250,11 @@ def claim_lines(experiment, board):
 
 
 def count_verdicts(lines):
-    """Return how many of the lines of claims pass, fail and are not judged, in words."""
+    """Return how many of the lines of claims have each verdict, in words."""
     claims = [line for line in lines if line.startswith("- ")]
-    n_passed = sum(": pass" in line for line in claims)
-    n_failed = sum(": FAIL" in line for line in claims)
-    n_others = len(claims) - n_passed - n_failed
-    return f"Of {len(claims)} claims {n_passed} pass, {n_failed} fail, {n_others} are not judged."
+    found = collections.Counter(VERDICT.search(line)[1] for line in claims)
+    counts = ", ".join(f"{found[name]} {words}" for name, words in VERDICTS.items() if found[name])
+    return f"Of {len(claims)} claims {counts}."
 
 
 # -----------------------------------------------------------------------------

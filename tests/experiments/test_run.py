@@ -128,7 +128,7 @@ def test_arms_of_other_tokens_are_not_judged(run_mine, tmp_path, character_data)
         "- chunked: rope@16 < of abc@16: not judged, for the arms were scored on other token ids"
     )
     assert saved["claims"] == [claim] and claim in done.stdout
-    assert "Of 1 claims 0 pass, 0 fail, 1 are not judged." in done.stdout
+    assert "Of 1 claims 1 are not judged." in done.stdout
     assert (
         "unequal token ids: chunked compares arms within a group only: rope; of abc" in done.stdout
     )
@@ -255,11 +255,11 @@ def test_the_interval_is_students_t():
     [
         ([0.9, 1.0, 1.1], ">", 0.5, "pass"),
         ([0.9, 1.0, 1.1], "<", 1.5, "pass"),
-        ([0.9, 1.0, 1.1], ">", 0.9, "FAIL (not separated)"),
-        ([0.9, 1.0, 1.1], ">", 2.0, "FAIL (too small)"),
-        ([0.9, 1.0, 1.1], "<", 0.0, "FAIL (contradicted)"),
-        ([0.9, 1.0, 1.1], "<", 0.5, "FAIL (contradicted)"),
-        ([-0.9, -1.0, -1.1], ">", 0.5, "FAIL (contradicted)"),
+        ([0.9, 1.0, 1.1], ">", 0.9, "undecided"),
+        ([0.9, 1.0, 1.1], ">", 2.0, "smaller"),
+        ([0.9, 1.0, 1.1], "<", 0.0, "contradicted"),
+        ([0.9, 1.0, 1.1], "<", 0.5, "contradicted"),
+        ([-0.9, -1.0, -1.1], ">", 0.5, "contradicted"),
         ([1.0], ">", 0.5, "not judged (a single seed has no interval)"),
     ],
 )
