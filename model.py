@@ -1213,6 +1213,8 @@ class RoPE(NoPE):
             shared["far"] = kernels.cos_sin(far.of_keys(pos) - pos, self.inv_freq)
         terms = far, self.inv_freq, shared["far"], docs is None and mask["positions"] is None
         options = mask["scale"], mask.get("length"), {"positions": pos, "docs": docs}
+        if options[1] is None and rope_scaling.is_in_two(q, terms):
+            return rope_scaling.attend_in_two(q, k, v, terms, mask["scale"])
         (y,) = attend_in_chunks(rope_scaling.attend_chunk, q, k, v, terms, *options)
         return y
 

@@ -399,6 +399,52 @@ def far_keys(method, original_length, factor, options):
     return ATTENTION[method](original_length, factor, **options)
 
 
+def is_in_two(q, terms):
+    """Whether attend_in_two() computes this: for many queries. A single one costs less at once."""
+    far, *_, by_index = terms
+    return by_index and q.shape[2] >= 128 and (far.n_keys == ALL or far.n_keys <= 128)
+
+
+def attend_in_two(q, k, v, terms, scale):
+    """Attend from queries (B, H, n, D), the last of a text, to its keys (B, Hk, T, D), whose
+    positions are their indices: the output (B, H, n, D). See attend_chunk().
+
+    The kernels see near keys through a window, and far ones as a text that ends a window earlier.
+    The log-sum-exps of both make one softmax of the two.
+    """
+    far, inv_freq, tables, _ = terms
+    dtype = v.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    # on a CPU they compute in float32 anyway
+    used = wide if v.device.type == "cpu" else dtype
+    q, k, v = (x.to(dtype).to(used) for x in (q, k, v))
+    options = {"scale": scale, "return_lse": True}
+    n, m = q.shape[2], k.shape[2] - far.window
+    with torch.autocast(q.device.type, enabled=False):
+        y, lse = kernels.attention(q, k, v, window=far.window, **options)
+        first = max(0, n - m)  # of the queries that see far keys
+        m = min(m, far.n_keys)
+        if m <= 0:
+            return y.to(dtype)
+        pos = torch.arange(first - n, 0, device=q.device) + k.shape[2]
+        far_q = kernels.rotate(
+            q[:, :, first:], *kernels.cos_sin(far.of_queries(pos) - pos, inv_freq)
+        )
+        far_k = kernels.rotate(k[:, :, :m], *(table[:m] for table in tables))
+        if far.n_keys == ALL:
+            far_y, far_lse = kernels.attention(far_q, far_k, v[:, :, :m], **options)
+        else:
+            scores = kernels.multiply_groups(far_q.to(wide) * scale, far_k.to(wide).mT)
+            is_near = torch.arange(m, device=q.device) > pos[:, None] - far.window
+            scores = scores.masked_fill(is_near, -math.inf)
+            far_y = kernels.multiply_groups(scores.softmax(-1), v[:, :, :m].to(wide))
+            far_lse = scores.logsumexp(-1)
+        total = torch.logaddexp(lse[:, :, first:], far_lse)
+        near_part = (lse[:, :, first:] - total).exp()[..., None]
+        both = y[:, :, first:] * near_part + far_y * (far_lse - total).exp()[..., None]
+        return torch.cat((y[:, :, :first], both.to(used)), 2).to(dtype)
+
+
 def attend_chunk(q, k, v, terms, scale, first, mask):
     """Attend from queries (B, H, n, D), from the index `first` on, to keys (B, Hk, m, D), both
     rotated by plain RoPE: a tuple of the output (B, H, n, D).

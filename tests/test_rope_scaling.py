@@ -229,6 +229,30 @@ def test_rows_of_unequal_length_are_each_alone(method, options, make):
         assert_close(model(tokens, docs=packed), torch.cat(separate, 1), 1e-5)
 
 
+@pytest.mark.parametrize("method, options", FAR_OF_48, ids=str)
+def test_many_queries_at_once_equal_chunks(method, options, make, monkeypatch):
+    """With gradients, and the last 150 of 290 tokens against a cache, in float64."""
+    model = build(make, {**DEEP, "n_kv_head": 2}, method, 4, options).double()
+    tokens = torch.randint(0, 50, (2, 290))
+    found, calls = [], []
+    real = rope_scaling.attend_in_two
+    monkeypatch.setattr(rope_scaling, "attend_in_two", lambda *a: calls.append(1) or real(*a))
+    for in_two in (True, False):
+        if not in_two:
+            monkeypatch.setattr(rope_scaling, "is_in_two", lambda q, terms: False)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        grads = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        cache = KVCache()
+        with torch.no_grad():
+            parts = [model(part, cache=cache) for part in tokens.split((140, 150), 1)]
+            parts += [model(tokens[:, :130])]
+        found.append([*grads, *parts])
+    assert len(calls) == 4 * DEEP["n_layer"]
+    for own, expected in zip(*found, strict=True):
+        assert_close(own, expected, 1e-12)
+
+
 def test_jet_long_samples_texts_of_equal_length_uncompiled(make):
     model = build(make, DEEP, "jet-long", 4, {})
     for prompts, options, problem in (
