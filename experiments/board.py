@@ -12,8 +12,9 @@ from nanolong.evaluation import figures, intervals
 from nanolong.evaluation.tables import Table
 
 ABOUT = (
-    "The mean over the seeds and its 95 % interval (Student's t). Losses are in nats per token; "
-    "claims are judged on differences between runs of the same seed."
+    "The mean over the seeds and its 95 % interval (Student's t); of fractions whose interval would "
+    "leave 0 to 1, the seeds' values. Losses are in nats per token; claims are judged on "
+    "differences between runs of the same seed."
 )
 NO_SIZES = ("budget", "dataset", "data")  # what run.py adds to the numbers of a budget
 RULE = (
@@ -45,6 +46,15 @@ def format_interval(values, sign=""):
     mean, half_width = interval(values)
     text = f"{mean:{sign}z.3f}"
     return text if math.isnan(half_width) else f"{text} ± {half_width:.3f}"
+
+
+def format_values(values):
+    """Return the mean and its interval, or the values: see ABOUT."""
+    mean, half_width = interval(values)
+    is_outside = not 0 <= mean - half_width <= mean + half_width <= 1
+    if half_width > 0.1 and is_outside and all(0 <= x <= 1 for x in values):
+        return ", ".join(f"{x:.2f}" for x in values)
+    return format_interval(values)
 
 
 def count_tokens(length, b):
@@ -149,7 +159,7 @@ class Board:
         """Return a cell of a table: mean and interval, or why there is none."""
         values = self.of(arm, measure, length)
         if values:
-            return format_interval(list(values.values()))
+            return format_values(list(values.values()))
         return self.texts.get((arm, measure, count_tokens(length, self.b)), "–")
 
     def default_tables(self):

@@ -267,6 +267,19 @@ def test_a_claim_passes_with_its_whole_interval(values, sign, bound, verdict):
     assert board.find_verdict(values, sign, bound) == verdict
 
 
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        ([0.02, 0.9, 0.95], "0.02, 0.90, 0.95"),  # two humps
+        ([0.94, 0.96, 0.98], "0.960 ± 0.050"),
+        ([0.5, 0.6, 0.55], "0.550 ± 0.124"),
+        ([1.02, 0.1, 0.9], "0.673 ± 1.243"),  # no fractions
+    ],
+)
+def test_fractions_of_two_humps_are_printed_by_seed(values, text):
+    assert board.format_values(values) == text
+
+
 def test_sums_are_paired_by_seed_and_numbers_go_into_the_bound():
     values = {1: 1.0, 2: 2.0, 3: 3.0}
     rows = [["rope", seed, "chunked", 64, value] for seed, value in values.items()]
