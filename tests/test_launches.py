@@ -110,7 +110,8 @@ def test_a_kernel_that_has_run_is_launched_directly():
     assert by_triton == [True, False, True, True, False, True, True]
     grid, arguments, others = calls[1]
     assert grid == (2, 1, 1) and arguments[0] is y and arguments[1:] == (3, 64, True)
-    assert calls[-1][2] == {"BM": 32, "FLAG": True, "num_warps": 4}
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    assert calls[-1][2] == {"BM": 32, "FLAG": True, **options}
 
 
 def test_few_compiled_kernels_are_kept():
