@@ -80,6 +80,12 @@ class Cells:
         texts = {key.document: cell["text"] for key, cell in self.cells.items()}
         return "prose" if " from token " in texts[document] else "code"
 
+    def gain_alike(self, arm, short, long, group):
+        """Return the interval of the mean over documents of their own gain()."""
+        one, other = (self.sums(arm, n, self.buckets(short, long, group)) for n in (short, long))
+        found = [(one[d][0] - other[d][0]) / one[d][1] for d in one if d in other and one[d][1]]
+        return intervals.mean_interval(found)
+
     def gain(self, arm, short, long, group, kind=""):
         """Return the interval of what a longer context gains on a group of targets."""
         buckets = self.buckets(short, long, group)
@@ -199,6 +205,12 @@ def read_use(cells):
     lines.append(
         f"From {original:,} to {longest:,} tokens these gain on far repeats (interval above 0): "
         f"{', '.join(gaining) or 'none'}."
+    )
+    alike = {arm: cells.gain_alike(arm, original, longest, "far") for arm in gains}
+    texts = [f"{label_of(arm)} {format_found(x, '+')}" for arm, x in alike.items()]
+    lines.append(
+        "There a document with many repeats weighs more; with all documents weighted alike the "
+        f"gains are: {'; '.join(texts)}."
     )
     found = against_window(cells)
     far = found[f"more than {original:,} back"]
