@@ -12,8 +12,8 @@ from nanolong.evaluation import figures, intervals
 from nanolong.evaluation.tables import Table
 
 ABOUT = (
-    "The mean over the seeds and its 95 % interval (Student's t); of fractions whose interval would "
-    "leave 0 to 1, the seeds' values. Losses are in nats per token; claims are judged on "
+    "The mean over the seeds and its 95 % interval (Student's t); of fractions whose interval "
+    "would leave 0 to 1, the seeds' values. Losses are in nats per token; claims are judged on "
     "differences between runs of the same seed."
 )
 NO_SIZES = ("budget", "dataset", "data")  # what run.py adds to the numbers of a budget
