@@ -398,11 +398,11 @@ def write(cfg, found, file):
 
 
 def plot(cells, file):
-    """Plot the gains of the longest context over the shortest, and losses against LM-Infinite."""
+    """Plot the gains of the longest context over the next, and losses against LM-Infinite."""
     pyplot = figures.import_pyplot(file)
     if pyplot is None:
         return
-    short, longest = cells.lengths[0], cells.lengths[-1]
+    short, longest = cells.lengths[-2:]
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
     gains = {
         f"{group} ({cells.n_targets(cells.buckets(short, longest, group)):,})": {
