@@ -50,12 +50,13 @@ TABLES = [
     ("Seconds", "seconds", ["0"]),
 ]
 CLAIMS = """
-# with as many steps beyond L
+# As many steps beyond L
 last-quarter: one-jump@16L < three-lengths@16L
 last-quarter: one-late-jump@16L < late-three-lengths@16L
 last-quarter: one-jump@L > three-lengths@L
-# with twice as many
+# Twice as many
 last-quarter: one-late-jump@16L > one-jump@16L
+# At the target from the start
 last-quarter: target-length@16L > three-lengths@16L
 last-quarter: target-length@L > three-lengths@L
 """
