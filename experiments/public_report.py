@@ -350,7 +350,8 @@ def write(cfg, found, file):
     """Write the report and its figure next to the cells."""
     cells = Cells(found)
     short, *_, original, longest = cells.lengths
-    facts = {name: sorted({cell[name] for cell in found.values()}) for name in ("commit", "date")}
+    names = "commit", "hardware", "date"
+    facts = {name: sorted({cell[name] for cell in found.values()}) for name in names}
     some = next(iter(found.values()))
     documents = {key.document: cell["text"] for key, cell in cells.cells.items()}
     about = ABOUT.format(
@@ -363,7 +364,7 @@ def write(cfg, found, file):
         "# Does a public checkpoint use a longer context?",
         "",
         f"`python experiments/public.py FILE.gguf a b c`, commits {', '.join(facts['commit'])}, "
-        f"{some['hardware']}, {facts['date'][0]} to {facts['date'][-1]}; checkpoint "
+        f"{'; '.join(facts['hardware'])}, {facts['date'][0]} to {facts['date'][-1]}; checkpoint "
         f"{some['checkpoint']}. Cells: [{file.stem}.jsonl]({file.stem}.jsonl).",
         "",
         about,
