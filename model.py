@@ -1054,7 +1054,7 @@ class T5(NoPE):
     methods = {"none": (), "pi": ()}
     n_buckets = 32
     max_distance = 128
-    lengths = 4  # Raffel's 512 tokens / 128: training sees many distances of the last bucket
+    lengths = 4  # max_distance is at most the original length / 4, as in the paper: 512 and 128
 
     def __init__(self, config):
         super().__init__(config)
