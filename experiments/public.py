@@ -8,7 +8,8 @@
 token and the two before it stood last (--protocol=repeats of evaluate.py), without training.
 (b) Find: prompts of --task=ruler, with needles and without. A task that the untouched checkpoint
 does not solve at its own length is dropped.
-(c) Tokens: (a), after fine-tuning on skipped positions (PoSE, config/finetune_public.toml).
+(c) Tokens: (a), in the shortest and the longest context, after fine-tuning on skipped positions
+(PoSE, config/finetune_public.toml).
 
 Documents are the modules of Python's standard library that are long enough, cut to the longest
 length, and in turn with them sequences of prose that Python brings: the texts of help(), and the
@@ -238,15 +239,16 @@ def plan(part, cfg, original_length, n_documents, cells):
     if part == "b":
         yield from plan_prompts(cfg, original_length, cells)
         return
-    groups = [[(arm, 0) for arm in cfg.arms]]
+    groups, lengths = [[(arm, 0) for arm in cfg.arms]], sorted(cfg.lengths)
     if part == "c":
-        groups = [[("abf", 0)]]
+        groups, lengths = [], [lengths[0], lengths[-1]]
         for tokens in sorted(cfg.tokens):
             seeds = SEEDS if tokens == min(cfg.tokens) else SEEDS[:1]
             groups += [[(f"{method}+{tokens}", seed) for method in TUNED] for seed in seeds]
+        groups[0].append(("abf", 0))
     for group in groups:
         for document, (arm, seed) in itertools.product(range(n_documents), group):
-            for length in sorted(cfg.lengths):
+            for length in lengths:
                 if length > original_length * SAME_UP_TO.get(arm, 0):
                     yield Key("repeats", arm, seed, length, document)
 
