@@ -33,7 +33,7 @@ BUDGETS = {
 }
 ARMS = {f"{dtype}-{n}": [] for n in (1024, 4096) for dtype in ("float64", "float32")}
 ERRORS = ("position", "t^2", "ALiBi head", "copying head")
-MEASURES = (*ERRORS, "right")
+MEASURES = {**dict.fromkeys(ERRORS, "power of ten"), "right": "tokens"}
 CLAIMS = """
 position: float64-1024@1024 < -9
 ALiBi head: float64-1024@1024 < -11
