@@ -9,7 +9,7 @@ from model import POSITIONS
 
 TITLE = "The position leaderboard"
 
-# cpu: 0.5 M parameters, a minute of 2 cores for each run; gpu: 25 M
+# cpu: 0.5 M parameters, three to five minutes of a core for each run; gpu: 25 M
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=96 batch=64 steps=700 warmup=50 rate=3e-3",
     "gpu": "L=256 layers=8 heads=8 width=512 batch=64 steps=4000 warmup=200 rate=2e-3",

@@ -271,7 +271,7 @@ def read_find(cells, cfg):
     if highest is None:
         return " ".join(lines)
     better = [arm for arm, x in found.items() if x["low"] is not None and x["low"] > highest]
-    advice = "So no arm is separated from the untouched checkpoint."
+    advice = "So whether an arm finds more than the untouched checkpoint is undecided."
     if better:
         advice = (
             f"So to find something beyond {original:,} tokens, extend by {' or '.join(better)}."
@@ -307,7 +307,7 @@ def read_tokens(cells):
             lines.append(f"{label_of(other)} less {label_of(arm)}: {format_found(found, '+')}.")
             if found["low"] is not None:
                 is_decided = intervals.excludes_zero(found)
-                advice = "the method still matters" if is_decided else "the method is not separated"
+                advice = "the method still matters" if is_decided else "it is undecided"
                 lines.append(f"So after {int(tokens) // 1024} k tokens {advice}.")
     return " ".join(lines)
 
