@@ -15,8 +15,8 @@ most. slope error: the most by which the distance of an ALiBi head of slope m is
 to it, where 1 / m is below a quarter of the sequence: others do not fit (Press et al. 2022).
 divergence: the Jensen-Shannon divergence of two heads in nats (0: equal, ln 2: disjoint), a mean
 over queries; of the closest heads of a layer, and averaged over layers (Kazemnejad et al. 2023).
-In the experiment it is from nope; two of its arms are the finished rope model with half of its
-pairs not rotated.
+In the experiment divergence is from nope; its last two arms are the finished rope model with half
+of its pairs not rotated.
 """
 
 import sys
