@@ -9,6 +9,7 @@ from nanolong.evaluation.tables import Table
 # untouched checkpoint does: that is not repeated.
 SAME_UP_TO = {"lm-infinite": 1, "jet-long": 1, "self-extend": 0.25}
 WINDOW = "lm-infinite"  # the arm that forgets: whoever is not below it might forget, too
+UNTRAINED = ("yarn", "self-extend", "jet-long")  # what fine-tuned arms are compared with
 # Where a target's trigram stood last, for a shorter and a longer context.
 GROUPS = ("all", "near", "far", "pair far", "new")
 
@@ -285,6 +286,21 @@ def is_dropped(cells, cfg, task, original):
     return len(keys) >= cfg.prompts and right < cfg.prompts / 2
 
 
+def tokens_table(cells):
+    """Compare fine-tuned arms with some that are not, document by document."""
+    short, *_, longest = cells.lengths
+    places = [("untouched", short), *((name, longest) for name in UNTRAINED)]
+    rows = []
+    for arm in cells.arms:
+        pairs = [((arm, length), ((name, 0), length)) for name, length in places]
+        found = [cells.difference(*pair, ["all"]) for pair in pairs]
+        if arm[0] == "abf" or "+" in arm[0]:
+            n = len(cells.sums(arm, longest, ["all"]))
+            rows.append([label_of(arm), *(format_found(x, "+") for x in found), n])
+    names = [f"less {name}, {length:,}" for name, length in places]
+    return Table("", ["loss", *names, "documents"], rows)
+
+
 def read_tokens(cells):
     """Say what (c) found and what to do, by differences in the longest context."""
     longest = cells.lengths[-1]
@@ -389,6 +405,7 @@ def write(cfg, found, file):
         lines += ["", "## (b) Does it find?", "", read_find(cells, cfg), ""]
         lines += [prompt_table(cells).markdown()]
     lines += ["", "## (c) After how many tokens of fine-tuning?", "", read_tokens(cells)]
+    lines += ["", tokens_table(cells).markdown()] if tokens_table(cells).rows else []
     lines += ["", "## What was not measured", "", *left_out(cells, cfg)]
     lines += ["", "## Documents and hours", "", DOCUMENTS]
     lines += [f"- {number}: {name}" for number, name in sorted(documents.items())]
