@@ -444,7 +444,8 @@ def plot(cells, file):
     axes[0].set_yticks(range(len(cells.arms)), [label_of(arm) for arm in cells.arms])
     axes[0].set_ylim(len(cells.arms) - 0.5, -0.5)
     n = len(cells.sums(cells.arms[0], longest, ["all"]))
-    note = f"{n} documents at most; of fewer than five no interval. Arms beyond 2 nats,"
-    figure.supxlabel(f"{note} which break, are left out.", fontsize=8)
+    note = f"{n} documents at most; of fewer than five no interval. Left out: arms beyond 2 nats,"
+    note += f" which break, and on the left arms that were not measured in {short:,} tokens."
+    figure.supxlabel(note, fontsize=8)
     figures.save(figure, file)
     pyplot.close(figure)
