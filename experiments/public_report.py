@@ -421,7 +421,8 @@ def plot(cells, file):
     if pyplot is None:
         return
     short, longest = cells.lengths[-2:]
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    size = 11, 1.5 + 0.35 * len(cells.arms)
+    figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     gains = {
         f"{group} ({cells.n_targets(cells.buckets(short, longest, group)):,})": {
             arm: cells.gain(arm, short, longest, group) for arm in cells.arms
@@ -440,7 +441,7 @@ def plot(cells, file):
             axis.errorbar(means, places, xerr=widths, label=name, **style)
         axis.axvline(0, color="gray", linewidth=1)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=3)
     axes[0].set_yticks(range(len(cells.arms)), [label_of(arm) for arm in cells.arms])
     axes[0].set_ylim(len(cells.arms) - 0.5, -0.5)
     n = len(cells.sums(cells.arms[0], longest, ["all"]))
