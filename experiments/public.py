@@ -218,7 +218,9 @@ class Checkpoints:
         words += [f"--out_dir={self.folder_of(arm, seed)}", "--init_from=auto"]
         imported = str(self.cache / "imported")
         status = extend.main([imported, "config/finetune_public.toml", *words])
-        require(not status, f"fine-tuning of {arm} was stopped: the same command goes on")
+        # stopped by a signal, extend.py saves and returns 0
+        is_done = not status and self.is_tuned(arm, seed)
+        require(is_done, f"fine-tuning of {arm} was stopped: the same command goes on")
 
     def training_settings(self, arm):
         """Settings of extend.py by name, besides the preset's."""

@@ -299,3 +299,12 @@ def test_the_version_for_a_gpu_gives_known_settings(tmp_path):
     found = set(re.findall(r"--(\w+)=", script.read_text()))
     assert found <= known and "lengths" in found
     assert_refused(run_command([script, tmp_path / "absent"]), "is no checkpoint")
+
+
+def test_a_fine_tuning_that_a_signal_stopped_is_not_measured(tmp_path, monkeypatch):
+    checkpoints = public.Checkpoints.__new__(public.Checkpoints)
+    checkpoints.cfg, checkpoints.cache = public.PublicConfig(), tmp_path
+    (tmp_path / "modules").mkdir()
+    monkeypatch.setattr(public.extend, "main", lambda words: 0)  # as after SIGTERM
+    with pytest.raises(UserError, match="was stopped: the same command goes on"):
+        checkpoints.tune("yarn+65536", 1, {})
