@@ -405,7 +405,8 @@ def write(cfg, found, file):
         lines += ["", "## (b) Does it find?", "", read_find(cells, cfg), ""]
         lines += [prompt_table(cells).markdown()]
     lines += ["", "## (c) After how many tokens of fine-tuning?", "", read_tokens(cells)]
-    lines += ["", tokens_table(cells).markdown()] if tokens_table(cells).rows else []
+    tuned = tokens_table(cells)
+    lines += ["", tuned.markdown()] if tuned.rows else []
     lines += ["", "## What was not measured", "", *left_out(cells, cfg)]
     lines += ["", "## Documents and hours", "", DOCUMENTS]
     lines += [f"- {number}: {name}" for number, name in sorted(documents.items())]
