@@ -44,6 +44,17 @@ import data
 from nanolong.errors import run_main
 run_main(lambda: data.prepare_missing(sys.argv[1]))
 """
+# The text is encoded within 0.1 s: slowly, a signal comes while it is.
+ENCODE_SLOWLY = """
+
+import time
+encode_at_once = encode_parts
+
+def encode_parts(*arguments):
+    for ids in encode_at_once(*arguments):
+        yield ids
+        time.sleep(0.01)
+"""
 
 
 @pytest.fixture
@@ -490,6 +501,8 @@ def test_a_missing_dataset_that_cannot_be_made_is_one_error(clone):
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 def test_a_signal_leaves_no_half_made_dataset(number, status, clone):
     before = {*(clone / "data").iterdir()}
+    with open(clone / "data/texts.py", "a") as f:
+        f.write(ENCODE_SLOWLY)
     command = [sys.executable, "-c", PREPARE_MISSING, "python"]
     # its own process group, as a terminal starts it
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
