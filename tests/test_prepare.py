@@ -504,8 +504,10 @@ def test_a_signal_leaves_no_half_made_dataset(number, status, clone):
     with open(clone / "data/texts.py", "a") as f:
         f.write(ENCODE_SLOWLY)
     command = [sys.executable, "-c", PREPARE_MISSING, "python"]
-    # its own process group, as a terminal starts it
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    # a job in the background ignores Ctrl-C, and its children do so, too
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # its own process group, as a terminal starts it
     process = subprocess.Popen(command, cwd=clone, start_new_session=True, **options)
     wait_for(lambda: [*clone.glob("data/.tmp-*/python/train.bin")], process)
     os.killpg(process.pid, number)
