@@ -3,6 +3,7 @@
 import itertools
 
 from nanolong.evaluation import figures, intervals
+from nanolong.evaluation.intervals import excludes_zero
 from nanolong.evaluation.tables import Table
 
 # Up to this fraction of the original length, for Self-Extend its window, they compute what the
@@ -208,7 +209,7 @@ def read_use(cells):
         f"{', '.join(gaining) or 'none'}."
     )
     alike = {arm: cells.gain_alike(arm, original, longest, "far") for arm in gains}
-    texts = [f"{label_of(arm)} {format_found(x, '+')}" for arm, x in alike.items()]
+    texts = [f"{label_of(arm)} {format_found(x, '+')}" for arm, x in alike.items() if x["n"]]
     lines.append(
         "There a document with many repeats weighs more; with all documents weighted alike the "
         f"gains are: {'; '.join(texts)}."
@@ -315,17 +316,46 @@ def read_tokens(cells):
         f"Loss of all tokens in {longest:,} tokens of context, less YaRN's without fine-tuning: "
         f"{'; '.join(texts)}. Below it with the whole interval: {below(change)}."
     ]
-    for arm in tuned:
-        method, _, tokens = arm[0].partition("+")
-        other = f"none+{tokens}", arm[1]
-        if method == "yarn" and other in tuned:
-            found = cells.difference((other, longest), (arm, longest), ["all"])
-            lines.append(f"{label_of(other)} less {label_of(arm)}: {format_found(found, '+')}.")
-            if found["low"] is not None:
-                is_decided = intervals.excludes_zero(found)
-                advice = "the method still matters" if is_decided else "it is undecided"
-                lines.append(f"So after {int(tokens) // 1024} k tokens {advice}.")
+    matters = [
+        label_of(one).removeprefix("none + ")
+        for one, other, found in tuned_pairs(cells)
+        if one[0].startswith("none") and other[0].startswith("yarn") and excludes_zero(found)
+    ]
+    if matters:
+        lines.append(f"So the method still matters after {'; '.join(matters)}.")
     return " ".join(lines)
+
+
+def tuned_pairs(cells):
+    """Yield (arm, arm, interval of their difference in loss in the longest context).
+
+    They are fine-tuned, and differ in one thing: in the method, the second's being YaRN, or in the
+    number of tokens or the seed, the second's being lower.
+    """
+    tuned = {}
+    for name, seed in cells.arms:
+        method, _, tokens = name.partition("+")
+        if tokens:
+            tuned[method, int(tokens), seed] = name, seed
+    longest = cells.lengths[-1]
+    for (method, tokens, seed), arm in tuned.items():
+        others = [("yarn", tokens, seed)] if method != "yarn" else []
+        others += [key for key in tuned if key[::2] == (method, seed) and key[1] < tokens]
+        others += [key for key in tuned if key[:2] == (method, tokens) and key[2] < seed]
+        for key in others:
+            if key in tuned:
+                pair = (arm, longest), (tuned[key], longest)
+                yield arm, tuned[key], cells.difference(*pair, ["all"])
+
+
+def pairs_table(cells):
+    """Compare fine-tuned arms with each other."""
+    rows = [
+        [label_of(one), label_of(other), format_found(found, "+"), found["n"]]
+        for one, other, found in tuned_pairs(cells)
+    ]
+    longest = f"difference in loss, {cells.lengths[-1]:,}"
+    return Table("", ["fine-tuned", "less", longest, "documents"], rows)
 
 
 def hours(cells):
@@ -407,6 +437,8 @@ def write(cfg, found, file):
     lines += ["", "## (c) After how many tokens of fine-tuning?", "", read_tokens(cells)]
     tuned = tokens_table(cells)
     lines += ["", tuned.markdown()] if tuned.rows else []
+    pairs = pairs_table(cells)
+    lines += ["", pairs.markdown()] if pairs.rows else []
     lines += ["", "## What was not measured", "", *left_out(cells, cfg)]
     lines += ["", "## Documents and hours", "", DOCUMENTS]
     lines += [f"- {number}: {name}" for number, name in sorted(documents.items())]

@@ -281,6 +281,19 @@ def test_readings_follow_from_the_intervals():
     # 10 of 100 targets lose 0.5, and at 2,048 tokens all are alike
     row = "| yarn + 64 k tokens | +0.000 ± 0.000 | -0.050 ± 0.000 | – | – | 5 |"
     assert row in public_report.tokens_table(found).markdown()
+    # nats that 100 targets lose more than by YaRN after 64 k tokens
+    for name, seed, extra in (("none+65536", 1, 15), ("yarn+65536", 2, 0), ("yarn+262144", 1, -5)):
+        for document, length in itertools.product(range(5), found.lengths):
+            like = cells["repeats", "yarn+65536", 1, length, document]
+            values = {**like["values"], "all": [100, like["values"]["all"][1] + extra]}
+            cells[public.Key("repeats", name, seed, length, document)] = {**like, "values": values}
+    found = public_report.Cells(cells)
+    assert public_report.pairs_table(found).markdown().splitlines()[2:] == [
+        "| none + 64 k tokens | yarn + 64 k tokens | +0.150 ± 0.000 | 5 |",
+        "| yarn + 64 k tokens, seed 2 | yarn + 64 k tokens | +0.000 ± 0.000 | 5 |",
+        "| yarn + 256 k tokens | yarn + 64 k tokens | -0.050 ± 0.000 | 5 |",
+    ]
+    assert "So the method still matters after 64 k tokens." in public_report.read_tokens(found)
     cfg = public.PublicConfig()
     for arm, length in (("untouched", 8192), ("untouched", 12288), ("yarn", 12288)):
         for task, prompt in itertools.product(("niah", "nth"), range(8)):
