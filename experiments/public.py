@@ -8,8 +8,8 @@
 token and the two before it stood last (--protocol=repeats of evaluate.py), without training.
 (b) Find: prompts of --task=ruler, with needles and without. A task that the untouched checkpoint
 does not solve at its own length is dropped.
-(c) Tokens: (a), in the shortest and the longest context, after fine-tuning on skipped positions
-(PoSE, config/finetune_public.toml).
+(c) Tokens: (a) after fine-tuning on skipped positions (PoSE, config/finetune_public.toml); a second
+seed is measured in the shortest and the longest context alone.
 
 Documents are the modules of Python's standard library that are long enough, cut to the longest
 length, and in turn with them sequences of prose that Python brings: the texts of help(), and the
@@ -243,14 +243,14 @@ def plan(part, cfg, original_length, n_documents, cells):
         return
     groups, lengths = [[(arm, 0) for arm in cfg.arms]], sorted(cfg.lengths)
     if part == "c":
-        groups, lengths = [], [lengths[0], lengths[-1]]
+        groups = []
         for tokens in sorted(cfg.tokens):
             seeds = SEEDS if tokens == min(cfg.tokens) else SEEDS[:1]
             groups += [[(f"{method}+{tokens}", seed) for method in TUNED] for seed in seeds]
         groups[0].append(("abf", 0))
     for group in groups:
         for document, (arm, seed) in itertools.product(range(n_documents), group):
-            for length in lengths:
+            for length in lengths if seed <= SEEDS[0] else (lengths[0], lengths[-1]):
                 if length > original_length * SAME_UP_TO.get(arm, 0):
                     yield Key("repeats", arm, seed, length, document)
 

@@ -48,8 +48,9 @@ class Cells:
         self.prompts = {k: c for k, c in cells.items() if k.task not in ("repeats", "train")}
         self.lengths = sorted({key.length for key in self.cells})
         self.original_length = self.lengths[-2]
-        found = [(key.arm, key.seed) for key in self.cells]
-        self.arms = sorted(dict.fromkeys(found), key=lambda arm: ("+" in arm[0], found.index(arm)))
+        # in the order of the cells, but after more tokens of fine-tuning, and other seeds, later
+        found = dict.fromkeys((key.arm, key.seed) for key in self.cells)
+        self.arms = sorted(found, key=lambda arm: (n_tokens(arm), arm[1]))
 
     def sums(self, arm, length, buckets):
         """Return {document: (nats, targets)} of the buckets in a context length."""
@@ -108,6 +109,11 @@ class Cells:
         return round(sum(targets for _, targets in found))
 
 
+def n_tokens(arm):
+    """Return the tokens of fine-tuning of an arm."""
+    return int(arm[0].partition("+")[2] or 0)
+
+
 def columns(rows):
     """Return the columns of pairs, also of none."""
     rows = list(rows)
@@ -120,7 +126,7 @@ def label_of(arm):
     method, _, tokens = name.partition("+")
     if not tokens:
         return method
-    return f"{method} + {int(tokens) // 1024} k tokens" + f", seed {seed}" * (seed > 1)
+    return f"{method} + {n_tokens(arm) // 1024} k tokens" + f" (seed {seed})" * (seed > 1)
 
 
 def format_found(found, sign=""):
@@ -332,11 +338,11 @@ def tuned_pairs(cells):
     They are fine-tuned, and differ in one thing: in the method, the second's being YaRN, or in the
     number of tokens or the seed, the second's being lower.
     """
-    tuned = {}
-    for name, seed in cells.arms:
-        method, _, tokens = name.partition("+")
-        if tokens:
-            tuned[method, int(tokens), seed] = name, seed
+    tuned = {
+        (arm[0].partition("+")[0], n_tokens(arm), arm[1]): arm
+        for arm in cells.arms
+        if n_tokens(arm)
+    }
     longest = cells.lengths[-1]
     for (method, tokens, seed), arm in tuned.items():
         others = [("yarn", tokens, seed)] if method != "yarn" else []
@@ -454,11 +460,12 @@ def plot(cells, file):
     if pyplot is None:
         return
     short, longest = cells.lengths[-2:]
-    size = 11, 1.5 + 0.35 * len(cells.arms)
+    arms = [arm for arm in cells.arms if arm[1] < 2]  # a second seed is in the tables
+    size = 11, 1.5 + 0.35 * len(arms)
     figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     gains = {
         f"{group} ({cells.n_targets(cells.buckets(short, longest, group)):,})": {
-            arm: cells.gain(arm, short, longest, group) for arm in cells.arms
+            arm: cells.gain(arm, short, longest, group) for arm in arms
         }
         for group in ("all", "new", "far")
     }
@@ -466,8 +473,8 @@ def plot(cells, file):
     axes[1].set_title(f"loss less LM-Infinite's, in {longest:,} tokens")
     for axis, columns_ in zip(axes, (gains, against_window(cells)), strict=True):
         for number, (name, column) in enumerate(columns_.items()):
-            points = [(arm, x) for arm, x in column.items() if abs(x["mean"]) < 2]
-            places = [cells.arms.index(arm) + 0.2 * (number - 1) for arm, _ in points]
+            points = [(arm, x) for arm, x in column.items() if arm in arms and abs(x["mean"]) < 2]
+            places = [arms.index(arm) + 0.2 * (number - 1) for arm, _ in points]
             means = [x["mean"] for _, x in points]
             widths = [x["mean"] - x["low"] if x["low"] is not None else 0 for _, x in points]
             style = {"fmt": figures.MARKERS[number], "color": f"C{number}", "capsize": 3}
@@ -475,11 +482,11 @@ def plot(cells, file):
         axis.axvline(0, color="gray", linewidth=1)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=3)
-    axes[0].set_yticks(range(len(cells.arms)), [label_of(arm) for arm in cells.arms])
-    axes[0].set_ylim(len(cells.arms) - 0.5, -0.5)
+    axes[0].set_yticks(range(len(arms)), [label_of(arm) for arm in arms])
+    axes[0].set_ylim(len(arms) - 0.5, -0.5)
     n = len(cells.sums(cells.arms[0], longest, ["all"]))
     note = f"{n} documents at most; of fewer than five no interval. Left out: arms beyond 2 nats,"
-    note += f" which break, and on the left arms that were not measured in {short:,} tokens."
+    note += " which break, and second seeds."
     figure.supxlabel(note, fontsize=8)
     figures.save(figure, file)
     pyplot.close(figure)

@@ -200,6 +200,8 @@ def test_a_fine_tuned_arm_is_trained_once_by_its_command(toy, tmp_path, monkeypa
     assert (meta["train"]["pose"], meta["train"]["train_length"]) == (True, 32)
     values = [cells["repeats", "yarn+128", seed, 256, 0]["values"]["all"] for seed in (1, 2)]
     assert values[0] != values[1]
+    lengths = [[k.length for k in cells if k[:3] == ("repeats", "yarn+128", s)] for s in (1, 2)]
+    assert lengths == [[32, 64, 256], [32, 256]]
     capsys.readouterr()
     toy("c", documents=2)
     assert "train yarn" not in capsys.readouterr().out
@@ -290,7 +292,7 @@ def test_readings_follow_from_the_intervals():
     found = public_report.Cells(cells)
     assert public_report.pairs_table(found).markdown().splitlines()[2:] == [
         "| none + 64 k tokens | yarn + 64 k tokens | +0.150 ± 0.000 | 5 |",
-        "| yarn + 64 k tokens, seed 2 | yarn + 64 k tokens | +0.000 ± 0.000 | 5 |",
+        "| yarn + 64 k tokens (seed 2) | yarn + 64 k tokens | +0.000 ± 0.000 | 5 |",
         "| yarn + 256 k tokens | yarn + 64 k tokens | -0.050 ± 0.000 | 5 |",
     ]
     assert "So the method still matters after 64 k tokens." in public_report.read_tokens(found)
