@@ -464,11 +464,10 @@ def plot(cells, file):
     size = 11, 1.5 + 0.35 * len(arms)
     figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     gains = {
-        f"{group} ({cells.n_targets(cells.buckets(short, longest, group)):,})": {
-            arm: cells.gain(arm, short, longest, group) for arm in arms
-        }
+        group: {arm: cells.gain(arm, short, longest, group) for arm in arms}
         for group in ("all", "new", "far")
     }
+    counts = {group: cells.n_targets(cells.buckets(short, longest, group)) for group in gains}
     axes[0].set_title(f"gain of {longest:,} tokens over {short:,}, nats per token")
     axes[1].set_title(f"loss less LM-Infinite's, in {longest:,} tokens")
     for axis, columns_ in zip(axes, (gains, against_window(cells)), strict=True):
@@ -478,15 +477,20 @@ def plot(cells, file):
             means = [x["mean"] for _, x in points]
             widths = [x["mean"] - x["low"] if x["low"] is not None else 0 for _, x in points]
             style = {"fmt": figures.MARKERS[number], "color": f"C{number}", "capsize": 3}
-            axis.errorbar(means, places, xerr=widths, label=name, **style)
+            label = f"{name} ({counts[name]:,})" if columns_ is gains else name
+            axis.errorbar(means, places, xerr=widths, label=label, **style)
+        for arm, x in columns_["all"].items():
+            if arm in arms and abs(x["mean"]) >= 2:  # off the scale
+                place = {"x": 0.98, "y": arms.index(arm), "transform": axis.get_yaxis_transform()}
+                axis.text(**place, s=f"all: {x['mean']:+.1f}", ha="right", va="center", fontsize=8)
         axis.axvline(0, color="gray", linewidth=1)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=3)
     axes[0].set_yticks(range(len(arms)), [label_of(arm) for arm in arms])
     axes[0].set_ylim(len(arms) - 0.5, -0.5)
     n = len(cells.sums(cells.arms[0], longest, ["all"]))
-    note = f"{n} documents at most; of fewer than five no interval. Left out: arms beyond 2 nats,"
-    note += " which break, and second seeds."
+    note = f"{n} documents at most; of fewer than five no interval. A number stands for an arm "
+    note += "beyond 2 nats, which breaks. Second seeds are left out."
     figure.supxlabel(note, fontsize=8)
     figures.save(figure, file)
     pyplot.close(figure)
