@@ -160,7 +160,7 @@ def load_experiment(name, cfg):
 def available():
     """Return the names of the experiments in the folder of this file."""
     files = sorted((ROOT / "experiments").glob("*.py"))
-    return [f.stem for f in files if re.search(r"^(ARMS = |def ARMS\()", f.read_text(), re.M)]
+    return [f.stem for f in files if re.search("^TITLE = ", f.read_text(), re.M)]
 
 
 def choose_arms(experiment, cfg):
