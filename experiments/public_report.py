@@ -404,6 +404,8 @@ def write(cfg, found, file):
     short, *_, original, longest = cells.lengths
     names = "commit", "hardware", "date"
     facts = {name: sorted({cell[name] for cell in found.values()}) for name in names}
+    # one date where all cells are of one day
+    dates = " to ".join(dict.fromkeys((facts["date"][0], facts["date"][-1])))
     some = next(iter(found.values()))
     documents = {key.document: cell["text"] for key, cell in cells.cells.items()}
     about = ABOUT.format(
@@ -416,7 +418,7 @@ def write(cfg, found, file):
         "# Does a public checkpoint use a longer context?",
         "",
         f"`python experiments/public.py FILE.gguf a b c`, commits {', '.join(facts['commit'])}, "
-        f"{'; '.join(facts['hardware'])}, {facts['date'][0]} to {facts['date'][-1]}; checkpoint "
+        f"{'; '.join(facts['hardware'])}, {dates}; checkpoint "
         f"{some['checkpoint']}. Cells: [{file.stem}.jsonl]({file.stem}.jsonl).",
         "",
         about,
