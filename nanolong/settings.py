@@ -134,7 +134,7 @@ def convert(name, value, hints, where="the earlier run"):
             advice = f"it is --{ALIASES[name]} here"
         elif isinstance(value, dict):
             advice = f"a preset has no sections: leave the line [{name}] out"
-        elif others:
+        elif others and not difflib.get_close_matches(name, hints, 1, cutoff=0.9):
             advice = f"it is a setting of {' and '.join(others)}"
         raise UserError(f"there is no setting {name!r} ({where}): {advice}")
     kind = hints[name]

@@ -38,7 +38,7 @@ def explain(records):
 
 def draw(function, *args):
     """Return a figure of figures.py as SVG; without matplotlib there are only the tables."""
-    figure = function("the figures of the report", *args)
+    figure = function("the figure of the report", *args)
     return "" if figure is None else f"<figure>{figures.to_svg(figure)}</figure>\n"
 
 
