@@ -24,13 +24,7 @@ RULE = (
 )
 
 # verdict -> as counted
-VERDICTS = {
-    "pass": "pass",
-    "undecided": "are undecided",
-    "smaller": "are smaller",
-    "contradicted": "are contradicted",
-    "not judged": "are not judged",
-}
+VERDICTS = ("pass", "undecided", "smaller", "contradicted", "not judged")
 VERDICT = re.compile(f": ({'|'.join(VERDICTS)})")
 
 
@@ -263,8 +257,7 @@ def count_verdicts(lines):
     """Return how many of the lines of claims have each verdict, in words."""
     claims = [line for line in lines if line.startswith("- ")]
     found = collections.Counter(VERDICT.search(line)[1] for line in claims)
-    counts = ", ".join(f"{found[name]} {words}" for name, words in VERDICTS.items() if found[name])
-    return f"Of {len(claims)} claims {counts}."
+    return f"Claims: {', '.join(f'{found[name]} {name}' for name in VERDICTS if found[name])}."
 
 
 # -----------------------------------------------------------------------------

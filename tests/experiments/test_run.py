@@ -128,7 +128,7 @@ def test_arms_of_other_tokens_are_not_judged(run_mine, tmp_path, character_data)
         "- chunked: rope@16 < of abc@16: not judged, for the arms were scored on other token ids"
     )
     assert saved["claims"] == [claim] and claim in done.stdout
-    assert "Of 1 claims 1 are not judged." in done.stdout
+    assert "Claims: 1 not judged." in done.stdout
     assert (
         "unequal token ids: chunked compares arms within a group only: rope; of abc" in done.stdout
     )
