@@ -23,7 +23,7 @@ RULE = (
     "sign is right, but the bound is not reached; and contradicted if the sign is wrong."
 )
 
-# verdict -> as counted
+# in the order in which they are counted
 VERDICTS = ("pass", "undecided", "smaller", "contradicted", "not judged")
 VERDICT = re.compile(f": ({'|'.join(VERDICTS)})")
 

@@ -128,13 +128,14 @@ def convert(name, value, hints, where="the earlier run"):
     """
     if name not in hints:
         similar = difflib.get_close_matches(name, hints, 1)
+        is_typo = bool(difflib.get_close_matches(name, similar, 1, cutoff=0.9))
         advice = f"did you mean --{similar[0]}?" if similar else "--help lists them all"
         others = scripts_with(name)
         if name in ALIASES and ALIASES[name] in hints:
             advice = f"it is --{ALIASES[name]} here"
         elif isinstance(value, dict):
             advice = f"a preset has no sections: leave the line [{name}] out"
-        elif others and not difflib.get_close_matches(name, hints, 1, cutoff=0.9):
+        elif others and not is_typo:
             advice = f"it is a setting of {' and '.join(others)}"
         raise UserError(f"there is no setting {name!r} ({where}): {advice}")
     kind = hints[name]

@@ -163,6 +163,13 @@ def test_the_targets_that_pages_name_exist():
             assert target in targets, f"{page.name}: make {target}"
 
 
+def test_make_smollm2_links_the_file_that_the_readme_reads():
+    command = ["make", "--no-print-directory", "-n", "smollm2"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    name = re.search(r'ln -sf ".*/(.*\.gguf)" out/', printed)[1]
+    assert {*re.findall(r"\S*SmolLM2\S*\.gguf", README)} == {f"out/{name}"}
+
+
 @each_page
 def test_the_python_of_a_page_runs(page, reader):
     """One block after the other; a class that stands alone has the names of model.py."""

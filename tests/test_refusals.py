@@ -120,6 +120,7 @@ OTHERS = [
     ("sample.py", "RUN --chat", "--start=TEXT"),
     ("sample.py", "RUN --lengths=5", "it is a setting of evaluate.py"),
     ("evaluate.py", "RUN --text=x.txt --vocab_size=5", "it is a setting of data/prepare.py"),
+    ("evaluate.py", "RUN --length=256", "did you mean --lengths?"),
     ("sample.py", "RUN --system=x --start=y", "--chat"),
     ("sample.py", "RUN --start=FILE:gone.txt", "gone.txt"),
     ("sample.py", "RUN --weights=bfloat16 --dtype=float32", "--dtype=bfloat16"),
