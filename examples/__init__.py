@@ -1,1 +1,1 @@
-"""A package, or python experiments/run.py would find experiments/examples.py in its place."""
+"""A package, or python experiments/run.py would find another package of this name."""

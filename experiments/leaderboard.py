@@ -42,7 +42,6 @@ def ARMS(b):
         "repo": "--entry=examples/schemes/repo.py",
         "grape": "--entry=examples/schemes/grape.py",
         "fox-open": "--entry=examples/schemes/fox_open.py",
-        "t5-half": "--entry=experiments/t5_half.py",
     }
     schemes = {pos: f"--pos={pos}" for pos in POSITIONS}
     return {name: f"train {flags}" for name, flags in (schemes | hybrids).items()}
@@ -110,9 +109,6 @@ last-quarter: alibi@8L < alibi@L + ln 1.1
 last-quarter: alibi@32L < alibi@L + ln 1.1
 last-quarter: t5@8L < t5@L + ln 1.1
 last-quarter: t5@32L < t5@L + ln 1.1
-last-quarter: t5@4L < t5-half@4L
-last-quarter: t5@32L < t5-half@32L
-chunked: t5@L < t5-half@L + 0.02
 # Forget gates (Lin et al. 2025)
 chunked: fox@L < rope@L
 chunked: fox-rope@L < rope@L

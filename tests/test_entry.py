@@ -68,7 +68,6 @@ def test_an_entry_goes_from_training_to_every_script(entry, call_anew, text_data
     for words in (
         ["sample.py", run],
         ["evaluate.py", run, "--lengths=32", "--max_tokens=64"],
-        ["experiments/probes.py", run, "--lengths=16", "--probe_steps=1", "--device=cpu"],
         ["extend.py", run, "--method=none", "--max_iters=0"],
         ["train.py", f"--out_dir={run}", "--init_from=resume", "--max_iters=10"],
         ["sample.py", f"{run}-none4", "--max_new_tokens=3"],

@@ -1,4 +1,4 @@
-"""experiments/search.py and figures.py: numbers against formulas, and the table in extend.py."""
+"""experiments/search.py: numbers against formulas, and the table in extend.py."""
 
 import json
 
@@ -45,13 +45,3 @@ def test_the_table_extends_the_model(call, save_run, tmp_path):
     table = (GPT.load(run).pos.inv_freq / GPT.load(tmp_path / "longer").pos.inv_freq).tolist()
     assert table == pytest.approx(sorted(json.loads(file.read_text())["long_factor"]))
     assert_refused(call("experiments/search.py", tmp_path / "longer"), "give one")
-
-
-def test_figures_show_the_formulas(call, monkeypatch, tmp_path):
-    shown = []
-    monkeypatch.setattr("experiments.figures.save", lambda figure, _: shown.append(figure.axes))
-    assert_success(call("experiments/figures.py", f"--out_dir={tmp_path}"))
-    slopes = [line.get_ydata()[3] for line in shown[0][4].lines]
-    assert slopes == pytest.approx([-3 * 2.0**-head for head in range(1, 9)])  # of ALiBi
-    wavelengths = shown[1][0].lines[1].get_ydata()[[0, 31]].tolist()  # after YaRN
-    assert wavelengths == pytest.approx([2 * np.pi, 4 * 2 * np.pi * 1e4 ** (31 / 32)])
