@@ -1,9 +1,8 @@
-"""The report of public.py, from its cells alone: tables, what they say, and a figure."""
+"""The tables of public.py, from its cells alone."""
 
 import itertools
 
-from nanolong.evaluation import figures, intervals
-from nanolong.evaluation.intervals import excludes_zero
+from nanolong.evaluation import intervals
 from nanolong.evaluation.tables import Table
 
 # Up to this fraction of the original length, for Self-Extend its window, they compute what the
@@ -28,15 +27,6 @@ are of 95 %, over documents (Student's t), with differences taken document by do
 than five documents there are none. LM-Infinite sees the last {original:,} tokens and the first
 ten: an arm whose loss is not below it might forget as well.
 """
-DOCUMENTS = """\
-Documents are never committed: modules of Python's standard library, and sequences of the texts of
-help() (pydoc_data/topics.py) and of the help, news and change log of IDLE. Sequences of one such
-book count as documents of their own here, though they have an author and a subject in common. The
-checkpoint may have seen these texts in training: compare arms, not texts. Fine-tuning is on the
-other modules, so prose is new to it in kind.
-"""
-
-
 class Cells:
     """Cells by their keys, as intervals over documents.
 
@@ -82,12 +72,6 @@ class Cells:
     def kind_of(self, document):
         texts = {key.document: cell["text"] for key, cell in self.cells.items()}
         return "prose" if " from token " in texts[document] else "code"
-
-    def gain_alike(self, arm, short, long, group):
-        """Return the interval of the mean over documents of their own gain()."""
-        one, other = (self.sums(arm, n, self.buckets(short, long, group)) for n in (short, long))
-        found = [(one[d][0] - other[d][0]) / one[d][1] for d in one if d in other and one[d][1]]
-        return intervals.mean_interval(found)
 
     def gain(self, arm, short, long, group, kind=""):
         """Return the interval of what a longer context gains on a group of targets."""
@@ -135,7 +119,7 @@ def format_found(found, sign=""):
 
 
 # -----------------------------------------------------------------------------
-# Tables and what they say
+# Tables
 
 
 def loss_table(cells):
@@ -189,56 +173,6 @@ def window_table(cells):
     return Table("", ["", *found, "documents"], rows)
 
 
-def below(found):
-    """Return the labels of the arms whose whole interval is below 0, as text."""
-    known = {arm: x for arm, x in found.items() if x["high"] is not None}
-    names = [label_of(arm) for arm, x in known.items() if x["high"] < 0]
-    return ", ".join(names) or ("none" if known else "not known before five documents")
-
-
-def read_use(cells):
-    """Say what (a) found and what to do, by the intervals."""
-    short, *_, original, longest = cells.lengths
-    control = cells.gain(("untouched", 0), short, original, "far")
-    lines = [
-        f"Control: from {short:,} to {original:,} tokens, within its training, the untouched "
-        f"checkpoint gains {format_found(control, '+')} on far repeats."
-    ]
-    gains = {
-        arm: cells.gain(arm, original, longest, "far")
-        for arm in cells.arms
-        if arm[0] not in (WINDOW, "untouched")
-    }
-    gaining = [label_of(a) for a, x in gains.items() if x["low"] is not None and x["low"] > 0]
-    lines.append(
-        f"From {original:,} to {longest:,} tokens these gain on far repeats (interval above 0): "
-        f"{', '.join(gaining) or 'none'}."
-    )
-    alike = {arm: cells.gain_alike(arm, original, longest, "far") for arm in gains}
-    texts = [f"{label_of(arm)} {format_found(x, '+')}" for arm, x in alike.items() if x["n"]]
-    lines.append(
-        "There a document with many repeats weighs more; with all documents weighted alike the "
-        f"gains are: {'; '.join(texts)}."
-    )
-    found = against_window(cells)
-    far = found[f"more than {original:,} back"]
-    lines.append(
-        f"In {longest:,} tokens these are below LM-Infinite, which forgets: of all tokens "
-        f"{below(found['all'])}; of repeats more than {original:,} tokens back {below(far)}."
-    )
-    better = [x for x in far.values() if x["high"] is not None and x["high"] < 0]
-    if better:
-        lines.append("So extend if a text refers back that far; for the mean loss a window does.")
-    elif any(x["high"] is not None for x in far.values()):
-        use = (
-            "distant text is used, but"
-            if gaining
-            else "that distant text is used is not shown, and"
-        )
-        lines.append(f"So {use} a window, which costs less, is not worse by these documents.")
-    return " ".join(lines)
-
-
 def prompt_table(cells):
     places = dict.fromkeys((k.task, k.arm, k.length) for k in cells.prompts)
     rows = []
@@ -257,42 +191,6 @@ def prompt_table(cells):
     return Table("", header, rows)
 
 
-def read_find(cells, cfg):
-    """Say what (b) found and what to do, by the answers to all tasks together."""
-    original, *others = sorted({key.length for key in cells.prompts})
-    dropped = [task for task in cfg.find if is_dropped(cells, cfg, task, original)]
-    lines = [
-        f"Dropped, as the untouched checkpoint answers under half of it at {original:,} tokens: "
-        f"{', '.join(dropped) or 'no task'}."
-    ]
-    if not others:
-        return f"{lines[0]} Beyond {original:,} tokens nothing is measured yet."
-    right = {arm: [] for arm in cfg.finders}
-    for key, cell in cells.prompts.items():
-        if key.length == others[-1]:
-            right.setdefault(key.arm, []).append(cell["values"]["right"])
-    right = {arm: found for arm, found in right.items() if found}
-    counts = [f"{arm} {sum(found)} of {len(found)}" for arm, found in right.items()]
-    lines.append(f"At {others[-1]:,} tokens, the other tasks together: {', '.join(counts)}.")
-    found = {arm: intervals.fraction_interval(answers) for arm, answers in right.items()}
-    highest = found.get("untouched", {"high": None})["high"]
-    if highest is None:
-        return " ".join(lines)
-    better = [arm for arm, x in found.items() if x["low"] is not None and x["low"] > highest]
-    advice = "So whether an arm finds more than the untouched checkpoint is undecided."
-    if better:
-        advice = (
-            f"So to find something beyond {original:,} tokens, extend by {' or '.join(better)}."
-        )
-    return " ".join([*lines, advice])
-
-
-def is_dropped(cells, cfg, task, original):
-    keys = [k for k in cells.prompts if k[:2] == (task, "untouched") and k.length == original]
-    right = sum(cells.prompts[key]["values"]["right"] for key in keys)
-    return len(keys) >= cfg.prompts and right < cfg.prompts / 2
-
-
 def tokens_table(cells):
     """Compare fine-tuned arms with some that are not, document by document."""
     short, *_, longest = cells.lengths
@@ -308,191 +206,34 @@ def tokens_table(cells):
     return Table("", ["loss", *names, "documents"], rows)
 
 
-def read_tokens(cells):
-    """Say what (c) found and what to do, by differences in the longest context."""
-    longest = cells.lengths[-1]
-    tuned = [arm for arm in cells.arms if "+" in arm[0]]
-    if not tuned:
-        return "Not measured yet."
-    change = {
-        arm: cells.difference((arm, longest), (("yarn", 0), longest), ["all"]) for arm in tuned
-    }
-    texts = [f"{label_of(arm)} {format_found(x, '+')}" for arm, x in change.items()]
-    lines = [
-        f"Loss of all tokens in {longest:,} tokens of context, less YaRN's without fine-tuning: "
-        f"{'; '.join(texts)}. Below it with the whole interval: {below(change)}."
-    ]
-    matters = [
-        label_of(one).removeprefix("none + ")
-        for one, other, found in tuned_pairs(cells)
-        if one[0].startswith("none") and other[0].startswith("yarn") and excludes_zero(found)
-    ]
-    if matters:
-        lines.append(f"So the method still matters after {'; '.join(matters)}.")
-    return " ".join(lines)
-
-
-def tuned_pairs(cells):
-    """Yield (arm, arm, interval of their difference in loss in the longest context).
-
-    They are fine-tuned, and differ in one thing: in the method, the second's being YaRN, or in the
-    number of tokens or the seed, the second's being lower.
-    """
-    tuned = {
-        (arm[0].partition("+")[0], n_tokens(arm), arm[1]): arm
-        for arm in cells.arms
-        if n_tokens(arm)
-    }
-    longest = cells.lengths[-1]
-    for (method, tokens, seed), arm in tuned.items():
-        others = [("yarn", tokens, seed)] if method != "yarn" else []
-        others += [key for key in tuned if key[::2] == (method, seed) and key[1] < tokens]
-        others += [key for key in tuned if key[:2] == (method, tokens) and key[2] < seed]
-        for key in others:
-            if key in tuned:
-                pair = (arm, longest), (tuned[key], longest)
-                yield arm, tuned[key], cells.difference(*pair, ["all"])
-
-
-def pairs_table(cells):
-    """Compare fine-tuned arms with each other."""
-    rows = [
-        [label_of(one), label_of(other), format_found(found, "+"), found["n"]]
-        for one, other, found in tuned_pairs(cells)
-    ]
-    longest = f"difference in loss, {cells.lengths[-1]:,}"
-    return Table("", ["fine-tuned", "less", longest, "documents"], rows)
-
-
-def hours(cells):
-    """Say how many hours each part took, on which hardware: a list of lines."""
-    found = {}
-    for cell in cells.values():
-        key = cell["part"], cell["hardware"]
-        found[key] = found.get(key, 0) + cell["seconds"]
-    return [f"- ({part}) {s / 3600:.2f} hours of {what}" for (part, what), s in found.items()]
-
-
-def left_out(cells, cfg):
-    """Say what is not measured: a list of lines."""
-    lines = []
-    for arm in cells.arms:
-        n = len(cells.sums(arm, cells.lengths[-1], ["all"]))
-        if n < cfg.documents:
-            lines.append(f"- {label_of(arm)}: {n} of {cfg.documents} documents")
-    known = {arm for arm, _ in cells.arms}
-    wanted = [f"{method}+{n}" for n in cfg.tokens for method in ("yarn", "none", "abf")]
-    missing = [label_of((arm, 1)) for arm in (*cfg.arms, *wanted) if arm not in known]
-    lines += [f"- not measured: {', '.join(missing)}"] if missing else []
-    n_prompts = {}
-    for key in cells.prompts:
-        place = f"{key.task}, {key.arm} at {key.length:,}"
-        n_prompts[place] = n_prompts.get(place, 0) + 1
-    few = [f"{place} ({n})" for place, n in n_prompts.items() if n < cfg.prompts]
-    lines += [f"- fewer than {cfg.prompts} prompts: {'; '.join(few)}"] if few else []
-    lines += [] if cells.prompts else ["- not measured: any prompt of (b)"]
-    return lines or ["- nothing"]
-
-
 # -----------------------------------------------------------------------------
 # The report
 
 
 def write(cfg, found, file):
-    """Write the report and its figure next to the cells."""
+    """Write the report next to the cells."""
     cells = Cells(found)
-    short, *_, original, longest = cells.lengths
-    names = "commit", "hardware", "date"
-    facts = {name: sorted({cell[name] for cell in found.values()}) for name in names}
-    # one date where all cells are of one day
-    dates = " to ".join(dict.fromkeys((facts["date"][0], facts["date"][-1])))
-    some = next(iter(found.values()))
-    documents = {key.document: cell["text"] for key, cell in cells.cells.items()}
+    *_, original, longest = cells.lengths
+    names = "commit", "hardware", "date", "checkpoint"
+    facts = [", ".join(sorted({cell[name] for cell in found.values()})) for name in names]
     about = ABOUT.format(
         original=original,
         longest=longest,
         n_targets=cfg.targets,
         lengths=", ".join(f"{n:,}" for n in cells.lengths),
     )
-    lines = [
-        "# Does a public checkpoint use a longer context?",
-        "",
-        f"`python experiments/public.py FILE.gguf a b c`, commits {', '.join(facts['commit'])}, "
-        f"{'; '.join(facts['hardware'])}, {dates}; checkpoint "
-        f"{some['checkpoint']}. Cells: [{file.stem}.jsonl]({file.stem}.jsonl).",
-        "",
-        about,
-        f"![gains, and losses against a window]({file.stem}.png)",
-        "",
-        "## (a) Does it use distant text?",
-        "",
-        read_use(cells),
-        "",
-        "Loss of all targets, by context:",
-        "",
-        loss_table(cells).markdown(),
-    ]
-    for pair in itertools.combinations(cells.lengths, 2):
-        heading = f"What {pair[1]:,} tokens gain over {pair[0]:,}, with the numbers of targets:"
-        lines += ["", heading, "", gain_table(cells, *pair).markdown()]
-    heading = (
-        f"Loss less the loss of LM-Infinite, in {longest:,} tokens; repeats by their distance:"
-    )
-    lines += ["", heading, "", window_table(cells).markdown()]
+    tables = {"Loss of all targets, by context": loss_table(cells)}
+    for short, long in itertools.combinations(cells.lengths, 2):
+        heading = f"What {long:,} tokens gain over {short:,}, with the numbers of targets"
+        tables[heading] = gain_table(cells, short, long)
+    tables[f"Loss less the loss of LM-Infinite, in {longest:,} tokens"] = window_table(cells)
     if cells.prompts:
-        lines += ["", "## (b) Does it find?", "", read_find(cells, cfg), ""]
-        lines += [prompt_table(cells).markdown()]
-    lines += ["", "## (c) After how many tokens of fine-tuning?", "", read_tokens(cells)]
-    tuned = tokens_table(cells)
-    lines += ["", tuned.markdown()] if tuned.rows else []
-    pairs = pairs_table(cells)
-    lines += ["", pairs.markdown()] if pairs.rows else []
-    lines += ["", "## What was not measured", "", *left_out(cells, cfg)]
-    lines += ["", "## Documents and hours", "", DOCUMENTS]
-    lines += [f"- {number}: {name}" for number, name in sorted(documents.items())]
-    lines += ["", *hours(found)]
+        tables["(b) Does it find?"] = prompt_table(cells)
+    tables["(c) After how many tokens of fine-tuning?"] = tokens_table(cells)
+    lines = ["# Does a public checkpoint use a longer context?", ""]
+    lines += [f"`python experiments/public.py FILE.gguf a b c`: {'; '.join(facts)}.", "", about]
+    for heading, table in tables.items():
+        if table.rows:
+            lines += ["", f"## {heading}", "", table.markdown()]
     file.write_text("\n".join(lines) + "\n")
     print(f"wrote {file}")
-    plot(cells, file.with_suffix(".png"))
-
-
-def plot(cells, file):
-    """Plot the gains of the longest context over the next, and losses against LM-Infinite."""
-    pyplot = figures.import_pyplot(file)
-    if pyplot is None:
-        return
-    short, longest = cells.lengths[-2:]
-    arms = [arm for arm in cells.arms if arm[1] < 2]  # a second seed is in the tables
-    size = 11, 1.5 + 0.35 * len(arms)
-    figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
-    gains = {
-        group: {arm: cells.gain(arm, short, longest, group) for arm in arms}
-        for group in ("all", "new", "far")
-    }
-    counts = {group: cells.n_targets(cells.buckets(short, longest, group)) for group in gains}
-    axes[0].set_title(f"gain of {longest:,} tokens over {short:,}, nats per token")
-    axes[1].set_title(f"loss less LM-Infinite's, in {longest:,} tokens")
-    for axis, columns_ in zip(axes, (gains, against_window(cells)), strict=True):
-        for number, (name, column) in enumerate(columns_.items()):
-            points = [(arm, x) for arm, x in column.items() if arm in arms and abs(x["mean"]) < 2]
-            places = [arms.index(arm) + 0.2 * (number - 1) for arm, _ in points]
-            means = [x["mean"] for _, x in points]
-            widths = [x["mean"] - x["low"] if x["low"] is not None else 0 for _, x in points]
-            style = {"fmt": figures.MARKERS[number], "color": f"C{number}", "capsize": 3}
-            label = f"{name} ({counts[name]:,})" if columns_ is gains else name
-            axis.errorbar(means, places, xerr=widths, label=label, **style)
-        for arm, x in columns_["all"].items():
-            if arm in arms and abs(x["mean"]) >= 2:  # off the scale
-                place = {"x": 0.98, "y": arms.index(arm), "transform": axis.get_yaxis_transform()}
-                axis.text(**place, s=f"all: {x['mean']:+.1f}", ha="right", va="center", fontsize=8)
-        axis.axvline(0, color="gray", linewidth=1)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=3)
-    axes[0].set_yticks(range(len(arms)), [label_of(arm) for arm in arms])
-    axes[0].set_ylim(len(arms) - 0.5, -0.5)
-    n = len(cells.sums(cells.arms[0], longest, ["all"]))
-    note = f"{n} documents at most; of fewer than five no interval. A number stands for an arm "
-    note += "beyond 2 nats, which breaks. Second seeds are left out."
-    figure.supxlabel(note, fontsize=8)
-    figures.save(figure, file)
-    pyplot.close(figure)

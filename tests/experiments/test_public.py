@@ -246,7 +246,6 @@ def test_report_has_the_means_and_intervals_of_the_cells(toy, tmp_path):
     toy("report")
     table = re.search(r"(?:^\|.*\n)+", (tmp_path / "cells.md").read_text(), re.M)[0].splitlines()
     assert row(table, "self-extend")[3] == "–" and row(table, "self-extend")[1] != "–"
-    assert "- yarn: 5 of 6 documents" in report and "any prompt of (b)" in report
 
 
 def test_damaged_requests_are_refused(toy):
@@ -257,55 +256,6 @@ def test_damaged_requests_are_refused(toy):
     for name, value in wrong.items():
         with pytest.raises(UserError, match=f"--{name}|there is no arm rope"):
             toy("a", **{name: value})
-
-
-def test_readings_follow_from_the_intervals():
-    """Five documents of 100 targets: LM-Infinite has 2 nats, yarn 1 on far repeats alone."""
-    buckets = {"all": 100, "near": 40, "far 8192": 0, "far 16384": 10, "new": 50}
-    losses = {"untouched": (2, 9), "yarn": (2, 1), "lm-infinite": (2, 2), "yarn+65536": (2, 0.5)}
-    cells = {}
-    for (arm, (short, far)), document in itertools.product(losses.items(), range(5)):
-        for length in (2048, 8192, 16384):
-            key = public.Key("repeats", arm, int("+" in arm), length, document)
-            noise = 0.01 * document
-            own = {"far 16384": far + noise} if length == 16384 else {}
-            values = {name: [n, n * (own.get(name, short))] for name, n in buckets.items()}
-            values["all"][1] = sum(values[name][1] for name in values if name != "all")
-            cells[key] = {"values": values, "text": "a.py"}
-    found = public_report.Cells(cells)
-    use = public_report.read_use(found)
-    assert "on far repeats (interval above 0): yarn, yarn + 64 k tokens." in use
-    assert "of repeats more than 8,192 tokens back yarn, yarn + 64 k tokens." in use
-    assert "So extend if a text refers back that far" in use
-    assert "Below it with the whole interval: yarn + 64 k tokens" in public_report.read_tokens(
-        found
-    )
-    # 10 of 100 targets lose 0.5, and at 2,048 tokens all are alike
-    row = "| yarn + 64 k tokens | +0.000 ± 0.000 | -0.050 ± 0.000 | – | – | 5 |"
-    assert row in public_report.tokens_table(found).markdown()
-    # nats that 100 targets lose more than by YaRN after 64 k tokens
-    for name, seed, extra in (("none+65536", 1, 15), ("yarn+65536", 2, 0), ("yarn+262144", 1, -5)):
-        for document, length in itertools.product(range(5), found.lengths):
-            like = cells["repeats", "yarn+65536", 1, length, document]
-            values = {**like["values"], "all": [100, like["values"]["all"][1] + extra]}
-            cells[public.Key("repeats", name, seed, length, document)] = {**like, "values": values}
-    found = public_report.Cells(cells)
-    assert public_report.pairs_table(found).markdown().splitlines()[2:] == [
-        "| none + 64 k tokens | yarn + 64 k tokens | +0.150 ± 0.000 | 5 |",
-        "| yarn + 64 k tokens (seed 2) | yarn + 64 k tokens | +0.000 ± 0.000 | 5 |",
-        "| yarn + 256 k tokens | yarn + 64 k tokens | -0.050 ± 0.000 | 5 |",
-    ]
-    assert "So the method still matters after 64 k tokens." in public_report.read_tokens(found)
-    cfg = public.PublicConfig()
-    for arm, length in (("untouched", 8192), ("untouched", 12288), ("yarn", 12288)):
-        for task, prompt in itertools.product(("niah", "nth"), range(8)):
-            right = task == "niah" and (arm == "yarn" or length == 8192)
-            values = {"right": right, "right without": False, "nats": 1, "nats without": 2}
-            if task == "niah" or length == 8192:
-                cells[public.Key(task, arm, 0, length, prompt)] = {"values": values}
-    find = public_report.read_find(public_report.Cells(cells), cfg)
-    assert "8,192 tokens: nth." in find and "untouched 0 of 8, yarn 8 of 8." in find
-    assert "extend by yarn." in find
 
 
 def test_the_version_for_a_gpu_gives_known_settings(tmp_path):
