@@ -5,7 +5,6 @@
     python evaluate.py RoPE=out/r1,out/r2,out/r3 ALiBi=out/a1,out/a2,out/a3
     python evaluate.py out/smollm2 --text=book.txt --lengths=2048,8192 --cost=true
     python evaluate.py out/rope out/rope-yarn4 --task=ruler --ruler=niah,vt
-    python evaluate.py lm_eval --model nanolong --model_args run=out/rope --tasks arc_easy
 
 --task=loss scores validation text, in nats per token, by these protocols:
 
@@ -50,9 +49,7 @@ Scores are not those that are published for RULER.
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
 import contextlib
-import importlib.util
 import os
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -201,15 +198,6 @@ def open_models(cfg, paths):
     return models, device, dtype
 
 
-def open_for_lm_eval(folder, values):
-    """Load a run for lm_eval, with settings of this script: (GPT, dtype of matrix products)."""
-    require(folder, "no checkpoint: give --model_args run=out/NAME")
-    words = [f"--{name}={value}" for name, value in values.items()]
-    args = settings.parse(cfg=EvaluateConfig, paths="", argv=words)
-    models, _, dtype = open_models(args.cfg, [f"{folder}={folder}"])
-    return *models.values(), dtype
-
-
 def check_writable(file):
     """Raise OSError if a file cannot be written: before the work, not after it."""
     path = Path(file)
@@ -348,12 +336,6 @@ def plot_training(file, paths):
 
 
 def main(argv=None):
-    words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["lm_eval"]:
-        require(importlib.util.find_spec("lm_eval"), "there is no lm_eval: pip install lm_eval")
-        from nanolong.evaluation import harness
-
-        return harness.main(words[1:], open_for_lm_eval)
     args = settings.parse(
         cfg=EvaluateConfig,
         paths="run folders or step folders; NAME=FOLDER names one, NAME=A,B,C are runs of one arm",

@@ -243,8 +243,3 @@ def test_the_cost_grows_with_the_length(runs, call, tmp_path):
     assert all(record["tokens_per_second"] > 0 for record in costs[:3])
     assert f"{runs[0]}: seconds of prefill" in done.stdout and "table: MB of cache" in done.stdout
     assert "refused" in costs[3]
-
-
-def test_lm_eval_is_refused_where_it_is_not_installed(call, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert_refused(call("evaluate.py", "lm_eval"), "there is no lm_eval: pip install lm_eval")
