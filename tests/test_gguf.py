@@ -163,13 +163,6 @@ def test_logits_agree_with_transformers(name, tmp_path):
     (tmp_path / "model.gguf").rename(tmp_path / "model")
     model, _ = imported(tmp_path / "model", tmp_path)
     assert (our_logits(model, TOKENS) - expected).abs().max() < 1e-5
-    if name in ("mistral-window", "qwen2-q4-yarn"):
-        return
-    model = GPT.load(tmp_path / "run-model", dtype=None)
-    quietly(export_to, model, tmp_path / "again.gguf")
-    again, _ = imported(tmp_path / "again.gguf", tmp_path)
-    assert (our_logits(again, TOKENS) - expected).abs().max() < 1e-5
-    assert again.config.block_size == model.config.block_size
 
 
 @pytest.mark.parametrize(
@@ -191,72 +184,6 @@ def test_yarn_is_read_as_llama_cpp_reads_it(scaling, options, tmp_path):
     assert (config.original_length, config.block_size) == (16, 64)
     assert config.extension["method"] == "yarn"
     assert config.extension["options"] == pytest.approx(options)
-
-
-# -----------------------------------------------------------------------------
-# Export
-
-# settings, extension, and the architecture and method that come back
-EXPORTS = {
-    "qwen2": ({"bias": "qkv"}, None, "qwen2", None),
-    "qwen3": ({"qk_norm": "head"}, ("yarn", {}), "qwen3", "yarn"),
-    "smollm3": ({"n_layer": 4, "layer_pattern": "FFFN"}, ("pi", {}), "smollm3", "pi"),
-    "scaled scores": ({"attn_scale": 1.3}, ("yarn", {}), "llama", "yarn"),
-    "the fastest pairs": ({"p_rope": 0.5}, None, "llama", "longrope"),
-    # its longest wavelengths are beyond the 64 tokens, so that other betas are other frequencies
-    "yarn, paper's ramp": ({}, ("yarn", {"ramp": "paper"}), "llama", "longrope"),
-    "llama3": ({}, ("llama3", {}), "llama", "llama3"),
-    "MrRoPE": ({}, ("yarn", {"ramp": "progressive"}), "llama", "longrope"),
-}
-
-
-@pytest.mark.parametrize("name", EXPORTS)
-def test_an_exported_file_is_the_same_model(name, tmp_path):
-    settings, extension, architecture, method = EXPORTS[name]
-    model = make_ours(settings, extension)
-    file = tmp_path / "model.gguf"
-    quietly(export_to, model, file)
-    assert read_header(file)[0]["general.architecture"] == architecture
-    back, _ = imported(file, tmp_path)
-    expected = our_logits(model, TOKENS)
-    # llama.cpp's tables are float32
-    assert (our_logits(back, TOKENS) - expected).abs().max() < 3e-5 * expected.abs().max()
-    assert back.config.block_size == model.config.block_size
-    assert back.config.tie_embeddings  # the head is not stored twice
-    assert (back.config.extension or {}).get("method") == method
-    if method is not None:  # extending again counts from the same length
-        assert back.config.original_length == model.config.original_length
-
-
-@pytest.mark.parametrize("store", ["float32", "float16", "bfloat16", "q8_0"])
-def test_weights_are_stored_as_asked(store, tmp_path):
-    model = make_ours({"n_embd": 96, "head_dim": 16, "mlp_dim": 72}, None)
-    quietly(export_to, model, tmp_path / "model.gguf", store=store)
-    _, places = read_header(tmp_path / "model.gguf")
-    kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}[store]
-    assert places["blk.0.attn_q.weight"].kind.name == kind
-    assert places["blk.0.attn_norm.weight"].kind.name == "F32"
-    # rows of 72 are no blocks of 32
-    assert places["blk.0.ffn_down.weight"].kind.name == ("F16" if store == "q8_0" else kind)
-    back, _ = imported(tmp_path / "model.gguf", tmp_path)
-    error = (back.head.weight - model.head.weight).abs().max() / model.head.weight.abs().max()
-    assert error <= {"float32": 0, "float16": 1e-3, "bfloat16": 4e-3, "q8_0": 5e-3}[store]
-
-
-@pytest.mark.parametrize(
-    "settings, extension, phrase",
-    [
-        ({"window": 21}, None, "layers of the kinds W"),
-        ({"pos": "nope"}, None, "--pos=nope"),
-        ({"norm": "layernorm"}, None, "no equivalent among the models written for llama.cpp"),
-        ({"bias": "qkv"}, ("llama3", {}), "llama.cpp reads no RoPE table for qwen2"),
-        ({}, ("longrope", interchange.TWO_TABLES), "chooses longrope's table"),
-    ],
-)
-def test_what_llama_cpp_has_not_is_refused(settings, extension, phrase, tmp_path):
-    with pytest.raises(UserError, match=phrase):
-        quietly(export_to, make_ours(settings, extension), tmp_path / "model.gguf")
-    assert not list(tmp_path.iterdir())
 
 
 # -----------------------------------------------------------------------------
@@ -301,10 +228,6 @@ def test_an_imported_file_continues_a_text(tmp_path, call):
     write_model(tmp_path / "model.gguf", edit=edit)
     model, text = imported(tmp_path / "model.gguf", tmp_path)
     assert "note" not in text
-    quietly(export_to, GPT.load(tmp_path / "run-model", dtype=None), tmp_path / "again.gguf")
-    before, after = (read_header(tmp_path / name)[0] for name in ("model.gguf", "again.gguf"))
-    for key in ("tokens", "token_type", "merges", "pre", "eos_token_id"):
-        assert before.get(f"tokenizer.ggml.{key}") == after.get(f"tokenizer.ggml.{key}"), key
     words = ["--start=ab", "--max_new_tokens=3", "--device=cpu"]
     assert call("sample.py", tmp_path / "run-model", *words).stdout.startswith("ab")
 

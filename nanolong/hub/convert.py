@@ -187,14 +187,14 @@ def export_model(model):
     Raises UserError for a model that has no equivalent there.
     """
     allowed = {name: x for name, x in FAMILIES.items() if name not in NOT_WRITTEN}
-    c, factors = write_config(model, choose_family(model, allowed, "transformers"))
+    c, factors = write_config(model, choose_family(model, allowed))
     return c, export_tensors(model, c, factors)
 
 
-def choose_family(model, allowed, reader):
+def choose_family(model, allowed):
     """Return the model_type of the first family that a model is; the family of its import is first.
 
-    allowed: model_type -> Family; reader: the program that has these. Raises UserError with the
+    allowed: model_type -> Family. Raises UserError with the
     nearest family, and the settings that it would need.
     """
     imported = model.meta.get("family")
@@ -207,8 +207,8 @@ def choose_family(model, allowed, reader):
     nearest = min(found, key=lambda name: len(found[name]))
     missing = found[nearest]
     raise UserError(
-        f"{' with '.join(missing)} has no equivalent among the models written for {reader}: to be "
-        f"a {nearest}, which is nearest, it needs {', '.join(missing.values())}"
+        f"{' with '.join(missing)} has no equivalent among the models written for transformers: "
+        f"to be a {nearest}, which is nearest, it needs {', '.join(missing.values())}"
     )
 
 

@@ -1,6 +1,5 @@
-"""GGUF files of llama.cpp: read as a config of transformers and its tensors, and written."""
+"""GGUF files of llama.cpp: read as a config of transformers and its tensors."""
 
-import dataclasses
 import math
 
 import gguf
@@ -9,8 +8,7 @@ from transformers import AutoConfig
 
 import rope_scaling
 from nanolong.errors import UserError, require
-from nanolong.hub import convert, gguf_tokenizer
-from nanolong.hub.families import FAMILIES, has_positions, swap_pairs, tensor_layout
+from nanolong.hub.families import FAMILIES, swap_pairs, tensor_layout
 from nanolong.hub.folder import Source
 from nanolong.hub.gguf_header import read_header, read_tensor
 from nanolong.hub.verify import as_user_error
@@ -37,12 +35,6 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
 # divisors of RoPE's frequencies, in llama alone
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-def order_rows(x, name, c, arch, n, m):
-    """Exchange the dimensions (n, m) of the rows of each head that are in another order there."""
-    is_ordered = not ARCHITECTURES[arch] or ("attn_q." not in name and "attn_k." not in name)
-    return x if is_ordered else swap_pairs(x, c, n, m)
 
 
 # -----------------------------------------------------------------------------
@@ -80,7 +72,9 @@ def read_gguf(file):
             name = names.get_name(theirs, (".weight", ".bias"))
             if name in places:
                 x = read_tensor(file, places.pop(name))
-                tensors[theirs] = order_rows(x, name, c, arch, -1, 2)
+                # the rows of each head may be in another order there
+                is_swapped = ARCHITECTURES[arch] and ("attn_q." in name or "attn_k." in name)
+                tensors[theirs] = swap_pairs(x, c, -1, 2) if is_swapped else x
     require(not places, f"{file}: there is no parameter here for {', '.join(list(places)[:3])}")
     return Source(c, tensors, metadata)
 
@@ -181,102 +175,3 @@ def read_tables(own, kind, long, short, multiplier, original):
         "attention_factor": multiplier,
         "original_max_position_embeddings": length,
     }
-
-
-# -----------------------------------------------------------------------------
-# Writing
-
-# --store -> the type of matrices; all other tensors are float32
-TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
-# of YaRN's options llama.cpp has these values
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-
-
-def export_model(model):
-    """Do as convert.export_model(), for the models that llama.cpp has.
-
-    It applies no window in these, has SiLU in every MLP whatever a config says, and leaves RoPE out
-    of every fourth layer of a SmolLM3.
-    """
-    config = model.config
-    allowed = {}
-    for name in (x for x in ARCHITECTURES if x not in convert.NOT_WRITTEN):
-        patterns = ("FN",) if name == "smollm3" else ("F",)
-        has = FAMILIES[name].has | {"mlp": ("swiglu",)}
-        allowed[name] = dataclasses.replace(FAMILIES[name], patterns=patterns, has=has)
-    rotated = [has_positions(config, i) for i in range(config.n_layer)]
-    if rotated != [(i + 1) % 4 != 0 for i in range(config.n_layer)]:
-        del allowed["smollm3"]
-    name = convert.choose_family(model, allowed, "llama.cpp")
-    c, factors = convert.write_config(model, name)
-    _, table = write_rope(c, model)
-    if table is not None:
-        # its angles have no factor on cos and sin in llama.cpp: the queries get all of it
-        factors = dict.fromkeys(factors, 1.0)
-    return c, convert.export_tensors(model, c, factors)
-
-
-def write_rope(c, model):
-    """Return (metadata, the table that divides the frequencies or None)."""
-    config, p = model.config, c.rope_parameters
-    kind = p["rope_type"]
-    rope = {"rope.freq_base": float(p["rope_theta"]), "rope.scaling.type": "none"}
-    if kind == "default":
-        return rope, None
-    rope["rope.scaling.original_context_length"] = config.original_length
-    own = {key: p.get(key, x) for key, x in YARN.items()}
-    if kind == "linear" or (kind == "yarn" and own == YARN):
-        return rope | {"rope.scaling.type": kind, "rope.scaling.factor": float(p["factor"])}, None
-    require(
-        p.get("long_factor") == p.get("short_factor"),
-        "llama.cpp chooses longrope's table by its cache's size: leave out short_factor",
-    )
-    require(
-        c.model_type == "llama",
-        f"llama.cpp reads no RoPE table for {c.model_type}: extend by --method=yarn, pi or ntk",
-    )
-    plain, _ = rope_scaling.none(p["rope_theta"], config.head_dim, 1, 1.0)
-    return rope, (plain / model.pos.inv_freq).clamp(max=1e30).float()
-
-
-def write_gguf(file, model, c, tensors, store, tokenizer):
-    """Write the result of export_model(), and a tokenizer. store: a key of TYPES."""
-    arch, config = c.model_type, model.config
-    rope, table = write_rope(c, model)
-    writer = gguf.GGUFWriter(None, arch)
-    values = {key: getattr(c, theirs, None) for key, theirs in FIELDS.items()} | rope
-    values["context_length"] = config.block_size
-    head = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-    values |= dict.fromkeys(head, config.head_dim)
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    add |= {str: writer.add_string, list: writer.add_array}
-    values = {f"{arch}.{key}": x for key, x in values.items()}
-    values |= gguf_tokenizer.tokenizer_metadata(tokenizer, model)
-    for key, x in values.items():
-        if x is not None:
-            add[type(x)](key, x)
-    file_type = "ALL_F32" if store == "float32" else f"MOSTLY_{TYPES[store]}"
-    writer.add_file_type(gguf.LlamaFileType[file_type])
-    if model.meta.get("imported"):
-        writer.add_name(model.meta["imported"])
-    if store == "q8_0":
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    if table is not None:
-        writer.add_tensor(ROPE_TABLES[0], table.numpy())
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.n_layer)
-    for theirs, x in tensors.items():
-        if theirs == "lm_head.weight" and config.tie_embeddings:
-            continue
-        name = names.get_name(theirs, (".weight", ".bias"))
-        x = order_rows(x.float(), name, c, arch, 2, -1)
-        kind = TYPES[store] if x.dim() == 2 else "F32"
-        # a block of Q8_0 holds 32 values of a row
-        if kind == "Q8_0" and x.shape[1] % 32:
-            kind = "F16"
-        kind = gguf.GGMLQuantizationType[kind]
-        data = gguf.quants.quantize(x.contiguous().numpy(), kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file(file)
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as the files of a Hugging Face folder, and back.
+"""The tokenizer of a GGUF file, as the files of a Hugging Face folder.
 
 A GGUF has no tokenizer.json. It has the tokens, their types, the merges, the ids of some special
 tokens and the name of a pre-tokenizer, which stands for how text is split before it is merged.
@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from data.tokenizer import rust_errors, token_text
-from nanolong import chat, tokenizer_files
-from nanolong.errors import UserError, note
+from data.tokenizer import rust_errors
+from nanolong import tokenizer_files
+from nanolong.errors import UserError
 from nanolong.hub.tokenizer import put_first, to_files
 from nanolong.hub.verify import as_user_error
 
@@ -167,61 +167,3 @@ def empty_bpe(pre_tokenizer, ids=None, merges=None):
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
     return tokenizer
-
-
-# -----------------------------------------------------------------------------
-# Writing
-
-
-def tokenizer_metadata(tokenizer, model):
-    """Return the metadata of an ImportedTokenizer for a model, or of none. Raises UserError."""
-    if tokenizer is None:
-        return {"tokenizer.ggml.model": "none"}
-    vocab_size = model.config.vocab_size
-    spec = json.loads(tokenizer.package.to_str())
-    name = pre_tokenizer_name(spec)
-    merges = spec["model"].get("merges")
-    if name is None or not merges:  # llama.cpp wants some
-        raise UserError(
-            "llama.cpp has no tokenizer like this model's: give --tokenizer=none or =DIR of another"
-        )
-    tokens = [f"[PAD{i}]" for i in range(vocab_size)]
-    types = [UNUSED] * vocab_size
-    for token, i in tokenizer.package.get_vocab().items():
-        tokens[i], types[i] = token, NORMAL
-    for i, token in tokenizer.package.get_added_tokens_decoder().items():
-        types[i] = CONTROL if token.special else USER_DEFINED
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": name,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
-        "tokenizer.ggml.add_bos_token": model.meta.get("bos") is not None,
-        "tokenizer.ggml.add_space_prefix": False,
-    }
-    for name, key in SPECIAL_TOKENS.items():
-        text = token_text(tokenizer.settings, name)
-        i = tokenizer.package.token_to_id(text or "")
-        if i is not None:
-            metadata[key] = i
-    if tokenizer.bos is not None:
-        metadata[SPECIAL_TOKENS["bos_token"]] = tokenizer.bos
-    # eos comes first
-    ends = sorted(tokenizer.ends, key=lambda i: i != tokenizer.eos)
-    metadata |= dict(zip(END_TOKENS, ends, strict=False))
-    if len(ends) > len(END_TOKENS):
-        note(f"a GGUF file has {len(END_TOKENS)} ids that end a text, and not {ends[3:]}, too")
-    # without a template it is empty, which is not written
-    return metadata | {"tokenizer.chat_template": chat.find_template(tokenizer) or ""}
-
-
-def pre_tokenizer_name(spec):
-    """Return the name of the pre-tokenizer of a tokenizer.json, or None if it has none."""
-    for name, pre_tokenizer in PRE_TOKENIZERS.items():
-        known = json.loads(empty_bpe(pre_tokenizer).to_str())
-        same = all(known[part] == spec[part] for part in ("pre_tokenizer", "normalizer"))
-        # which only BPE has
-        if same and pre_tokenizer.ignores_merges == spec["model"].get("ignore_merges"):
-            return name
-    return None
