@@ -1,6 +1,5 @@
 """Measure checkpoints: loss by context length and by position, retrieval, and cost.
 
-    python evaluate.py out/rope out/rope-yarn4 --report=out/report.html
     python evaluate.py out/rope out/rope-yarn4 --lengths=256,512,1024 --plot=out/length.png
     python evaluate.py RoPE=out/r1,out/r2,out/r3 ALiBi=out/a1,out/a2,out/a3
     python evaluate.py out/smollm2 --text=book.txt --lengths=2048,8192 --cost=true
@@ -48,8 +47,6 @@ Scores are not those that are published for RULER.
 """
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
-import contextlib
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -58,7 +55,7 @@ import torch
 
 from kernels import check
 from model import GPT, POSITIONS
-from nanolong import devices, entry, parallel, run
+from nanolong import devices, entry, run
 from nanolong.errors import note, require, run_main
 from nanolong.evaluation import (
     comparison,
@@ -66,7 +63,6 @@ from nanolong.evaluation import (
     figures,
     log,
     provenance,
-    report,
     retrieval,
     scoring,
     tables,
@@ -105,14 +101,11 @@ class EvaluateConfig:
     trials: int = 0
     # [output]
     plot: str = ""  # write a figure to this PNG file, with SVG and PDF (needs matplotlib)
-    report: str = ""  # write a page with everything measured to this HTML file
     curves: str = ""  # only plot the training curves of run folders to this PNG file
     # write the records to this file as they come, with the step folder, dtype, device, data and
     # commit; a loss that is not finite is null. The same command, after a stop, reuses them
     json: str = ""
     # [system]
-    # processes, started by torchrun, that share every sequence, a part of its tokens each
-    sequence_parallel: int = 1
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -129,15 +122,15 @@ OF_TASK |= dict.fromkeys(("trials", "seed"), ["needle", "ruler"])
 def check_settings(cfg):
     """Refuse settings that measure nothing. Raises UserError."""
     require(not (cfg.text and cfg.dataset), "--text and --dataset both name a text: give one")
-    for name, ending in (("plot", ".png"), ("curves", ".png"), ("report", ".html")):
+    for name in ("plot", "curves"):
         file = getattr(cfg, name)
-        require(not file or file.endswith(ending), f"--{name}={file}: end it in {ending}")
-    measures = cfg.plot or cfg.json or cfg.report
-    problem = "--curves plots logs and measures nothing: leave --plot, --json and --report out"
+        require(not file or file.endswith(".png"), f"--{name}={file}: end it in .png")
+    measures = cfg.plot or cfg.json
+    problem = "--curves plots logs and measures nothing: leave --plot and --json out"
     require(not (cfg.curves and measures), problem)
     some = cfg.task and cfg.protocol and cfg.ruler
     require(some, "--task, --protocol and --ruler are lists: name one at least")
-    for name in ("max_tokens", "depths", "sequence_parallel"):
+    for name in ("max_tokens", "depths"):
         require(getattr(cfg, name), f"--{name} must be at least 1")
     require(0 not in cfg.lengths, "--lengths must be at least 1")
 
@@ -150,8 +143,6 @@ def choose_measurements(cfg, given, models):
     if not cfg.lengths:
         shortest = min(model.config.original_length for model in models.values())
         cfg.lengths = tuple(shortest * factor for factor in (1, 2, 4, 8))
-    if "protocol" not in given and cfg.report:  # it shares the forward passes of chunked
-        cfg.protocol += ("position",)
     if "protocol" not in given and len(cfg.lengths) == 1:  # there is nothing to align
         cfg.protocol = tuple(word for word in cfg.protocol if word != "token-aligned")
     is_compared = len(set(cfg.lengths)) > 1 or "repeats" not in cfg.protocol
@@ -236,38 +227,34 @@ def measure(models, cfg, lengths):
 def measure_logged(models, cfg, texts, dtype, file):
     """Measure the records that the file does not hold yet. Returns all records."""
     cells = plan(models, cfg, texts)
-    local = {"dataset", "device", "entry", "json", "plot", "report", "text"}
+    local = {"dataset", "device", "entry", "json", "plot", "text"}
     shared = {name: value for name, value in asdict(cfg).items() if name not in local}
     weights = list(map(run.weights_hash, models.values()))
     code = entry.hash_sources(cfg.entry)
-    parallel.check_same((shared, weights, [text.hash for text in texts.values()], code))
     device = devices.device_name(devices.pick_device(cfg.device))
     fields = {"dtype": str(dtype).removeprefix("torch."), "device": device}
     fields["commit"] = provenance.current_commit()
     origins = {name: {"folder": str(model.folder), **fields} for name, model in models.items()}
     for name, text in texts.items():
         origins[name]["data_hash"] = text.hash
-    return log.measure(cells, models, origins, [code, cfg.sequence_parallel], file)
+    return log.measure(cells, models, origins, [code], file)
 
 
-def evaluate(cfg, given, paths, writes):
-    """Run the measurements; only one process writes files. Returns the exit status."""
+def evaluate(cfg, given, paths):
+    """Run the measurements. Returns the exit status."""
     check_settings(cfg)
     if cfg.curves:
-        return plot_training(cfg.curves, paths) if writes else 0
+        return plot_training(cfg.curves, paths)
     models, device, dtype = open_models(cfg, paths)
     choose_measurements(cfg, given, models)
-    for model in models.values():
-        parallel.share_sequences(cfg.sequence_parallel, model, cfg.lengths)
-    for file in filter(None, (cfg.plot, cfg.json, cfg.report)):
-        if writes:
-            check_writable(file)
+    for file in filter(None, (cfg.plot, cfg.json)):
+        check_writable(file)
     texts = scoring.open_texts(models, cfg) if "loss" in cfg.task else {}
     scored = scoring.describe_scored(texts, cfg.lengths, cfg.max_tokens)
     for line in scored:
         print(f"scored: {line}", flush=True)
 
-    file = cfg.json if writes else ""
+    file = cfg.json
     records = measure_logged(models, cfg, texts, dtype, file)
     arms = {arm: list(runs) for arm, runs in name_arms(paths).items()}
     bits = comparison.over_seeds(scoring.in_bits_per_byte(records), arms)
@@ -282,17 +269,9 @@ def evaluate(cfg, given, paths, writes):
     if file:
         print(f"wrote {file}")
     lengths = sorted({model.config.original_length for model in models.values()})
-    if cfg.plot and writes:
+    if cfg.plot:
         below = "; ".join([*scored, *unequal])
         plot_records(cfg.plot, bits if others else shown, lengths, below, bool(others))
-    if cfg.report and writes:
-        facts = {name: provenance.describe_checkpoint(model) for name, model in models.items()}
-        coloured = {
-            name: scoring.text_losses(models[name], text, cfg) for name, text in texts.items()
-        }
-        source = "; ".join([f"{provenance.provenance(device)}, {dtype}", *scored])
-        report.write_report(cfg.report, facts, lengths, shown, coloured, unequal, source)
-        print(f"wrote {cfg.report}")
     refused = [record["refused"] for record in shown if "refused" in record]
     require(len(refused) < len(shown), f"nothing could be measured: {''.join(refused[:1])}")
 
@@ -341,19 +320,7 @@ def main(argv=None):
         paths="run folders or step folders; NAME=FOLDER names one, NAME=A,B,C are runs of one arm",
         argv=argv,
     )
-    cfg = args.cfg
-    rank, world = parallel.join_processes(devices.pick_device(cfg.device))
-    require(
-        world in (1, cfg.sequence_parallel),
-        f"evaluate.py runs in {world} processes, which share every sequence: give "
-        f"--sequence_parallel={world}",
-    )
-    with contextlib.ExitStack() as stack:
-        if rank:  # the first process prints
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
-        return evaluate(cfg, args.given, args.paths, writes=rank == 0)
+    return evaluate(args.cfg, args.given, args.paths)
 
 
 if __name__ == "__main__":

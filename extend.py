@@ -76,9 +76,8 @@ class ExtendConfig(TrainConfig):
         is_used = self.lora or not (self.lora_alpha or self.lora_also)
         require(is_used, "--lora_alpha and --lora_also are settings of LoRA: give --lora=RANK too")
         require(self.max_iters or not self.lora, "--lora trains: leave it out, or --max_iters=0")
-        fits = self.parallel == "ddp" and self.optimizer == "adamw"
-        problem = "--lora trains by AdamW, with whole matrices in every process"
-        require(fits or not self.lora, f"{problem}: give --optimizer=adamw and --parallel=ddp")
+        fits = self.optimizer == "adamw"
+        require(fits or not self.lora, "--lora trains by AdamW: give --optimizer=adamw")
 
     @property
     def continues(self):
@@ -320,8 +319,6 @@ def main(argv=None):
     cfg = args.cfg
     device = devices.pick_device(cfg.device)
     rank, _ = parallel.join_processes(device)
-    # with fsdp the others get their rows of the weights from the first process
-    weights = rank == 0 or cfg.parallel == "ddp"
     with run.lock(cfg.out_dir):
         if not (cfg.resumes or cfg.overwrite):
             run.check_unused(cfg.out_dir)
@@ -330,7 +327,7 @@ def main(argv=None):
         problem = f"{args.paths[0]} has no record of its training"
         require(has_record, f"{problem}: give {lacks}, or --max_iters=0")
         # Load, and extend.
-        model = GPT.load(cfg.out_dir if cfg.resumes else args.paths[0], weights=weights)
+        model = GPT.load(cfg.out_dir if cfg.resumes else args.paths[0])
         check.choose_kernels(model, device, devices.pick_dtype(cfg.dtype, device))
         if cfg.resumes:
             check_same_run(model, cfg, args.paths[0])

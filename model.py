@@ -13,7 +13,6 @@ Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_d
 vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
 """
 
-import functools
 import math
 import operator
 import warnings
@@ -171,14 +170,12 @@ class Block(nn.Module):
         self.mlp_post_norm = make_norm(config) if norms_outputs else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, scheme, pos, cache, mask, recomputes=False):
-        # of a block that is recomputed the MLP would have the largest activations
-        mlp = functools.partial(kernels.recompute_in_chunks, self.mlp) if recomputes else self.mlp
+    def forward(self, x, scheme, pos, cache, mask):
         attended = self.attention(self.attention_norm(x), scheme, pos, cache, mask)
         if self.is_parallel:
-            return x + self.dropout(attended) + self.dropout(mlp(self.mlp_norm(x)))
+            return x + self.dropout(attended) + self.dropout(self.mlp(self.mlp_norm(x)))
         x = x + self.dropout(self.attention_post_norm(attended))
-        return x + self.dropout(self.mlp_post_norm(mlp(self.mlp_norm(x))))
+        return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
 
 
 @dataclass
@@ -294,7 +291,6 @@ class GPT(nn.Module):
         self.config = config
         self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
         self.activation_checkpointing = False  # recompute blocks in the backward pass
-        self.activation_offload = False  # and keep what they need in the memory of the CPU
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -353,8 +349,7 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             scheme = self.scheme_of(layer)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                block = functools.partial(block, recomputes=True)
-                block = kernels.selective_checkpoint(block, self.activation_offload)
+                block = kernels.selective_checkpoint(block)
             x = block(x, scheme, pos, cache, mask)
         # Keep the new tokens: with a cache, x holds the whole text if the tables have changed.
         return self.norm(x)[:, -T:]
@@ -780,15 +775,13 @@ class NoPE(nn.Module):
 class Past:
     """Values that a scheme carries along the text, such as a running sum of gates.
 
-    A call with a cache continues them, and so does a process whose tokens follow another's. Read
-    and keep them in the same order in every call.
+    A call with a cache continues them. Read and keep them in the same order in every call.
     """
 
     def __init__(self, layer, cache, docs):
         self.state = [] if cache is None else cache.state.setdefault(layer, [])
         self.docs = docs  # (B, n) or None: the last T belong to x
         self.index = 0  # index in state of the value that is read next
-        self.exchange = None  # function that gets x of the processes with earlier tokens
 
     def sum(self, x):
         """Sum x (B, H, T, n) along the text, in float64. Use differences within a document."""
@@ -800,11 +793,9 @@ class Past:
     def read(self, x):
         """The value that the last call kept: (B, H, m, c), or m = 0. keep() has to follow.
 
-        x (B, H, n, c): value that processes with later tokens get from this one.
+        x (B, H, n, c): a value of this call.
         """
-        if self.index < len(self.state):
-            return self.state[self.index]
-        return self.exchange(x) if self.exchange else x[:, :, :0]
+        return self.state[self.index] if self.index < len(self.state) else x[:, :, :0]
 
     def keep(self, x):
         """Keep x (B, H, m, c) for the next call with the same cache."""

@@ -69,37 +69,20 @@ class TrainConfig:
     # dtype of matrix products; auto: bfloat16 if the GPU has it, or the CPU has AMX, float16 on
     # other GPUs
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # torch.compile; auto: true on a GPU, and on a CPU in a long run; graphs: launch a pass as one
-    # CUDA graph, for small models
-    compile: Literal["auto", "false", "true", "graphs"] = "auto"
+    compile: bool | None = None  # torch.compile; auto: on a GPU, and on a CPU in a long run
     # the same bits at every run; false: what is faster, on a GPU with PyTorch's SDPA for attention
     # without a bias, gates, documents or a window
     deterministic: bool = True
-    # recompute blocks in the backward pass, to save memory; offload: keep what this needs in the
-    # CPU's memory, which gains nothing on a CPU (speed on a GPU: not measured); not compiled
-    checkpoint_activations: Literal["false", "true", "offload"] = "false"
-    # each process keeps the whole model (ddp), or its share of weights, gradients, moments (fsdp)
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    sequence_parallel: int = 1  # processes that share every sequence, a part of its tokens each
+    checkpoint_activations: bool = False  # recompute blocks in the backward pass, to save memory
     seed: int = 1337  # random seed of the initial weights, the batches and dropout
 
     def __post_init__(self):
         settings.check(self)
         counts = ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval")
-        for name in (*counts, "sequence_parallel"):
+        for name in counts:
             require(getattr(self, name) >= 1, f"--{name} must be at least 1")
         require(self.stop_at <= self.max_iters, "--stop_at is beyond --max_iters: lower it")
         require(max(self.beta1, self.beta2) < 1, "--beta1 and --beta2 must be below 1")
-        problem = "--parallel=fsdp cuts matrices into rows, and Muon needs whole ones"
-        has_rows = self.parallel == "fsdp" and self.optimizer == "muon"
-        require(not has_rows, f"{problem}: give --optimizer=adamw")
-        offloads = self.checkpoint_activations == "offload"
-        problem = "--checkpoint_activations=offload is for a model that is not compiled"
-        compiles = self.compile in ("true", "graphs")
-        require(not (offloads and compiles), f"{problem}: give --compile=false")
-        takes_graphs = self.gradient_accumulation_steps == 1 and self.dtype != "float16"
-        problem = "--compile=graphs is for one micro-batch a step, and not for float16"
-        require(takes_graphs or self.compile != "graphs", f"{problem}: give --compile=true")
 
     @property
     def last_step(self):
@@ -171,11 +154,10 @@ class Batches:
         self.sequences_per_step = n * cfg.batch_size
         self.tokens_per_step = self.sequences_per_step * train_length
         # if the hidden states between blocks do not fit, an error, before the system ends the run
-        n_kept = 1 if cfg.checkpoint_activations == "offload" else len(model.blocks)
-        size = (n_kept, cfg.batch_size, train_length // cfg.sequence_parallel)
+        size = (len(model.blocks), cfg.batch_size, train_length)
         torch.empty(*size, model.config.n_embd, device=self.device)
         # processes take the micro-batches of a step in turn
-        rank, self.world = parallel.data_rank_and_world()
+        rank, self.world = parallel.rank_and_world()
         divides = n % self.world == 0
         require(divides, f"--gradient_accumulation_steps must be a multiple of {self.world}")
         self.per_step = n // self.world  # own micro-batches
@@ -202,11 +184,9 @@ class Batches:
 
 
 def model_inputs(x, y, pos, docs, device):
-    """The arguments of the model by name, on the device, and how many targets are scored; of this
-    process's part of the sequences, if several processes share them.
-    """
-    inputs = parallel.own_part({"tokens": x, "targets": y, "positions": pos, "docs": docs})
-    n_targets = int((inputs["targets"].numpy() >= 0).sum())
+    """The arguments of the model by name, on the device, and how many targets are scored."""
+    inputs = {"tokens": x, "targets": y, "positions": pos, "docs": docs}
+    n_targets = int((y.numpy() >= 0).sum())
     return {name: devices.to_device(part, device) for name, part in inputs.items()}, n_targets
 
 
@@ -229,7 +209,7 @@ def sum_losses(model, dataset, cfg, stop):
     """Sums over the validation sequences: of scored targets, of their losses in nats, of the losses
     of targets that stand for text, and of its bytes, 0 if unknown; None at a stop signal.
     """
-    rank, world = parallel.data_rank_and_world()
+    rank, world = parallel.rank_and_world()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
     indices = dataset.val.spaced(cfg.eval_iters, T)
@@ -241,9 +221,9 @@ def sum_losses(model, dataset, cfg, stop):
     for number in rounds:
         if parallel.any_process(stop):
             return None
-        # In the last round some have no batch left. They compute one that does not count, since
-        # fsdp needs all processes in every forward pass.
-        batch = batches[number % len(batches)]
+        if number >= len(batches):  # in the last round some have no batch left
+            continue
+        batch = batches[number]
         sequences = [dataset.val.sequence(index, T) for index in batch]
         x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
         pos = data.random_positions(model.config, len(x), T, batch[0])
@@ -253,13 +233,11 @@ def sum_losses(model, dataset, cfg, stop):
         # not the compiled model, which would be compiled again, without gradients
         with devices.autocast(device, getattr(torch, cfg.dtype)):
             losses = model(**inputs, reduction="none").cpu().double().numpy()
-        if number < len(batches):
-            counts = [n_targets, losses.sum(), 0, 0]
-            if n_bytes is not None:
-                counts[2:] = losses[dataset.is_text(ids[1])].sum(), n_bytes.sum()
-            sums += torch.tensor(counts, dtype=torch.float64)
-            rounds.show_loss(sums)
-    parallel.reshard(model)
+        counts = [n_targets, losses.sum(), 0, 0]
+        if n_bytes is not None:
+            counts[2:] = losses[dataset.is_text(ids[1])].sum(), n_bytes.sum()
+        sums += torch.tensor(counts, dtype=torch.float64)
+        rounds.show_loss(sums)
     model.train(was_training)
     sums = parallel.sum_over_processes(sums).tolist()
     require(sums[0], "none of these validation targets is scored: raise --eval_iters")
@@ -287,23 +265,13 @@ def forward_backward(forward, batches, state):
         with devices.autocast(device, getattr(torch, cfg.dtype)):
             loss_sum = forward(**inputs, reduction="sum")
         # The mean loss if every target is scored. How many are is known only after the step, and
-        # update() corrects for it. DDP and FSDP average over processes, hence `n_processes`.
+        # update() corrects for it. DDP averages over processes, hence `n_processes`.
         factor = state.loss_scale * n_processes / batches.tokens_per_step
         (loss_sum * factor).backward()
         batches.advance()
         sums[0] += loss_sum.detach()
         sums[1] += n_targets
     return sums
-
-
-def fill_caches(model, batches):
-    """Compute gradients, not compiled, and drop them: what is kept is then not in a graph's memory,
-    where the next step would overwrite it.
-    """
-    inputs, _, _ = batches.ready
-    with devices.autocast(batches.device, getattr(torch, batches.cfg.dtype)):
-        model(**inputs).backward()
-    model.zero_grad()
 
 
 def update(optimizers, grads, grad_norm, to_mean, state, cfg):
@@ -379,20 +347,13 @@ def train(
         state.kernels = check.choose_kernels(model, device, getattr(torch, cfg.dtype), **masks)
 
         # the model on the device, compiled, and wrapped for several processes
-        lengths = (train_length, cfg.eval_length or longest)
-        parallel.share_sequences(cfg.sequence_parallel, model, lengths)
         devices.prepare_device(device, cfg.deterministic)
-        model.activation_checkpointing = cfg.checkpoint_activations != "false"
-        model.activation_offload = cfg.checkpoint_activations == "offload"
-        forward = parallel.distribute(
-            model.train(), device, sharded=cfg.parallel == "fsdp", compiled=cfg.compile
-        )
+        model.activation_checkpointing = cfg.checkpoint_activations
+        forward = parallel.distribute(model.train(), device, cfg.compile)
         optimizers = optim.make_optimizers(model, cfg)
         if cfg.continues:
             run.load_optimizers(model, optimizers, vars(cfg))
         batches = Batches(dataset, model, cfg, train_length, max_position, state.sequences)
-        if cfg.compile == "graphs":
-            fill_caches(model, batches)
         progress.print_header(batches, state)
         shown = progress.RunLog(batches, state)
         try:
@@ -401,7 +362,6 @@ def train(
                 return fit(forward, optimizers, batches, state, stop, shown)
         finally:
             shown.close()
-            parallel.stop_sharing(model)
             model.eval()
 
 
@@ -436,7 +396,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
         # a step would wait for each read.
         sums = forward_backward(forward, batches, state)
         grads = optim.gradients(model)
-        grad_norm = parallel.whole(torch.nn.utils.get_total_norm(grads))
+        grad_norm = torch.nn.utils.get_total_norm(grads)
         sums = parallel.sum_over_processes(torch.cat((sums, sums.new_full((1,), bool(stop)))))
         sums = torch.cat((sums, grad_norm[None].to(sums)))
         loss_sum, n_targets, n_signals, grad_norm = sums.tolist()
@@ -462,13 +422,8 @@ def decide_auto(model, cfg, length, device):
     """cfg with the dtype and compilation that `auto` means on the first process."""
     n_tokens = cfg.gradient_accumulation_steps * cfg.batch_size * length
     pays = devices.compilation_pays(model, cfg.max_iters, n_tokens, length, device)
-    pays = pays and cfg.checkpoint_activations != "offload"
     dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
-    wanted = {"auto": None, "false": False}.get(cfg.compile, True)
-    compiles = str(devices.pick_compile(wanted, device, pays)).lower()
-    if cfg.compile == "graphs":
-        require(device.type == "cuda", "--compile=graphs needs a GPU: give --compile=true")
-        compiles = "graphs"
+    compiles = devices.pick_compile(cfg.compile, device, pays)
     dtype, compiles = parallel.broadcast((dtype, compiles))
     return replace(cfg, dtype=dtype, compile=compiles)
 
@@ -515,20 +470,18 @@ def run_defaults(given, paths):
 def make_model(args):
     """The model to train: a new one, or a checkpoint's. Raises UserError."""
     cfg, config = args.cfg, args.model_config
-    is_first = parallel.rank_and_world()[0] == 0
-    if is_first:
+    if parallel.rank_and_world()[0] == 0:
         data.prepare_missing(cfg.dataset)
     parallel.barrier()
-    weights = cfg.parallel == "ddp" or is_first  # with fsdp the others get their rows from it
     if cfg.init_from != "scratch":
-        model = GPT.load(cfg.out_dir if cfg.resumes else cfg.init_from, weights=weights)
+        model = GPT.load(cfg.out_dir if cfg.resumes else cfg.init_from)
         run.check_settings(model.folder, vars(model.config), vars(config), args.given)
         if not cfg.resumes:
             model.meta = run.take_over(model)
         return model
     config.vocab_size = data.vocabulary_size(cfg.dataset)
     torch.manual_seed(cfg.seed)
-    model = GPT(config) if weights else parallel.build_without_weights(GPT, config)
+    model = GPT(config)
     entry.check_scheme(model)
     progress.note_unused(POSITIONS, config, cfg.entry, args.given)
     return model

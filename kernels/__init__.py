@@ -87,21 +87,13 @@ def linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0):
     return eager.linear_cross_entropy(x, weight, targets, reduction, z_loss, row_losses)
 
 
-# tokens of a micro-batch that recompute_in_chunks() computes at once
-RECOMPUTED_TOKENS = 2048
-
-
-def selective_checkpoint(block, offload=False):
+def selective_checkpoint(block):
     """Wrap block(*args) so that only the results of attention are kept of its activations.
 
     These are its arguments and attention's output and log-sum-exp, whichever kernel computes them.
     The backward pass recomputes the rest, with the same dropout. If attention is written out in
     plain PyTorch (a bias with gradient, plain chunks of queries), no activation of it is kept.
-
-    offload: keep them in the memory of the CPU, pinned if there is a GPU. Not under torch.compile.
     """
-    if offload:
-        return functools.partial(_offloading_checkpoint, block)
     make_contexts = checkpoint.create_selective_checkpoint_contexts
     options = {"context_fn": functools.partial(make_contexts, _save_attention)}
     return functools.partial(checkpoint.checkpoint, block, use_reentrant=False, **options)
@@ -111,60 +103,6 @@ def _save_attention(context, operator, *args, **kwargs):
     is_attention = "attention" in operator.name()
     policy = checkpoint.CheckpointPolicy
     return policy.MUST_SAVE if is_attention else policy.PREFER_RECOMPUTE
-
-
-def _offloading_checkpoint(block, *args):
-    hooks = torch.autograd.graph.save_on_cpu(pin_memory=True)
-    kept = []
-    contexts = (_KeepAttention(hooks, kept), _TakeAttention(hooks, kept))
-    # the hooks by themselves take the arguments
-    with hooks:
-        return checkpoint.checkpoint(block, *args, use_reentrant=False, context_fn=lambda: contexts)
-
-
-class _KeepAttention(torch_private.TorchDispatchMode):
-    """Keep each result of attention in a list, moved to the CPU by hooks of saved tensors."""
-
-    def __init__(self, hooks, kept):
-        super().__init__()
-        self.hooks = hooks
-        self.kept = kept
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        result = operator(*args, **(kwargs or {}))
-        if "attention" in operator.name():
-            parts = [result] if torch.is_tensor(result) else result
-            pack = self.hooks.pack_hook
-            packed = [pack(x) if torch.is_tensor(x) else x for x in parts]
-            self.kept.append((packed, parts is result))
-        return result
-
-
-class _TakeAttention(_KeepAttention):
-    """Take each result of attention from the list, in place of computing it again."""
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if "attention" not in operator.name():
-            return operator(*args, **(kwargs or {}))
-        packed, are_many = self.kept.pop(0)
-        unpack = self.hooks.unpack_hook
-        parts = tuple(unpack(x) if isinstance(x, tuple) else x for x in packed)
-        return parts if are_many else parts[0]
-
-
-def recompute_in_chunks(function, x):
-    """Compute function(x) of tokens (B, T, C) in chunks of tokens, each again in the backward pass.
-
-    So only one chunk has its intermediate results at a time. function: without dropout.
-    """
-    n = max(1, RECOMPUTED_TOKENS // x.shape[0])
-    if x.shape[1] <= n:
-        return function(x)
-    run = functools.partial(checkpoint.checkpoint, function, use_reentrant=False)
-    device = x.device.type
-    # a weight that chunks share in bfloat16 would sum their gradients in bfloat16
-    with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
-        return torch.cat([run(part, preserve_rng_state=False) for part in x.split(n, 1)], 1)
 
 
 # -----------------------------------------------------------------------------

@@ -10,12 +10,6 @@ import logging
 
 import torch
 
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode
-except ImportError:
-    # A context that does nothing: offloading computes attention again in the backward pass.
-    TorchDispatchMode = contextlib.nullcontext
-
 # Operators, or None: eager.py then takes public ones, which keep more scores at a time.
 flash_for_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 flash_for_cpu_backward = getattr(
@@ -38,15 +32,6 @@ def multiply_each(tensors, factor):
         x.mul_(factor)
 
 
-def add_to_each(tensors, others, alpha):
-    """Add alpha x others to tensors, in place and in one launch, or one by one."""
-    if hasattr(torch, "_foreach_add_"):
-        torch._foreach_add_(tensors, others, alpha=alpha)
-        return
-    for x, y in zip(tensors, others, strict=True):
-        x.add_(y, alpha=alpha)
-
-
 def n_writes(x):
     """The number of writes in place to a tensor; without it NaN, which equals nothing."""
     return getattr(x, "_version", float("nan"))
@@ -60,13 +45,6 @@ def constant_in_graphs(function):
     """
     function._dynamo_marked_constant = True
     return function
-
-
-def allow_recompilations(n):
-    """Have torch.compile compile a function up to n times; without this setting, eight times."""
-    config = torch._dynamo.config
-    with contextlib.suppress(AttributeError):
-        config.recompile_limit = max(config.recompile_limit, n)
 
 
 def graph_errors():

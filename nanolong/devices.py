@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from kernels import torch_private
 from nanolong.errors import UserError, require
 
 # Peak FLOP/s of dense bfloat16 matrix products, from the makers' data sheets: the denominator of
@@ -153,20 +152,10 @@ def pick_compile(wanted, device, pays):
     return not lacks
 
 
-def compile_model(model, by_block, in_graphs=False):
-    """Compile a model, or each block by itself, where something is to happen between blocks.
-
-    in_graphs: launch its forward and its backward pass as a CUDA graph each.
-    """
+def compile_model(model):
     # Dynamo compiles a function for eight kinds of model and then gives up: reset its count.
     torch.compiler.reset()
-    if not by_block:
-        return torch.compile(model, mode="reduce-overhead" if in_graphs else None)
-    # the blocks share their code: once for each block, in training and in evaluation
-    torch_private.allow_recompilations(4 * len(model.blocks))
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward)
-    return model
+    return torch.compile(model)
 
 
 def flops_per_token(model, length):

@@ -4,8 +4,6 @@ import math
 
 import torch
 
-from kernels import torch_private
-from nanolong import devices, parallel
 from nanolong.errors import UserError
 
 
@@ -52,60 +50,12 @@ def make_optimizers(model, cfg):
     )
     if not use_muon:
         return [adamw]
-    # as --dtype=auto: without native bfloat16 its products can take twice float32's time and more
-    has_bfloat16 = devices.pick_dtype("auto", matrices[0].device) == torch.bfloat16
-    dtype = torch.bfloat16 if has_bfloat16 else torch.float32
-    return [adamw, Muon(matrices, cfg.weight_decay, dtype)]
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024): each step of a matrix is its momentum, orthogonalized.
-
-    Steps are as large as AdamW's usually are (Liu et al. 2025, arXiv 2502.16982), so that one
-    learning rate fits both optimizers. In bfloat16 it computes torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw", but all matrices of a shape at once.
-    """
-
-    def __init__(self, matrices, weight_decay, dtype, momentum=0.95):
-        super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": momentum})
-        self.dtype = dtype  # of the orthogonalization
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            by_shape = {}
-            for p in group["params"]:
-                by_shape.setdefault(p.shape, []).append(p)
-            for (rows, columns), matrices in by_shape.items():
-                updates = torch.stack([self.accumulate(p, group["momentum"]) for p in matrices])
-                updates = orthogonalize(updates.to(self.dtype)).to(matrices[0].dtype)
-                step_size = group["lr"] * 0.2 * math.sqrt(max(rows, columns))
-                torch_private.multiply_each(matrices, 1 - group["lr"] * group["weight_decay"])
-                torch_private.add_to_each(matrices, updates.unbind(), -step_size)
-
-    def accumulate(self, p, decay):
-        """Take in the gradient of a matrix; returns the mean that looks ahead (Nesterov)."""
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        mean = state["momentum_buffer"].lerp_(p.grad, 1 - decay)
-        return p.grad.lerp(mean, decay)
-
-
-def orthogonalize(x):
-    """Bring the singular values of matrices (N, m, n) near 1, between about 0.7 and 1.2.
-
-    Five Newton-Schulz iterations with the polynomial of Jordan et al. (2024), which is steep at 0.
-    """
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
-        # a x + (b gram + c gram^2) x
-        gram = x @ x.mT
-        product = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.baddbmm(x, product, x, beta=3.4445)
-    return x.mT if is_tall else x
+    # Steps are as large as AdamW's usually are (Liu et al. 2025, arXiv 2502.16982), so that one
+    # learning rate fits both optimizers.
+    muon = torch.optim.Muon(
+        matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return [adamw, muon]
 
 
 def gradients(model):
@@ -125,6 +75,5 @@ def name_bad_gradient(model, norm):
     if math.isfinite(norm):
         return ""
     norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.requires_grad}
-    # a sharded one knows its part alone
-    bad = [name for name, x in norms.items() if not parallel.whole(x).isfinite()]
+    bad = [name for name, x in norms.items() if not x.isfinite()]
     return f" (of {bad[0]} alone)" if len(bad) == 1 else ""

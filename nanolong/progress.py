@@ -117,7 +117,7 @@ class RunLog:
                     texts.append(f"{name.removeprefix('val_loss_')} {value:.4f}")
             say(f"step {state.step}: {', '.join(texts)}")
             is_first = state.step + 1 == self.first_step <= self.cfg.last_step
-            if is_first and self.cfg.compile != "false":
+            if is_first and self.cfg.compile:
                 say("compiling the first step, which takes up to a minute")
         self.start_clock(state)
 
@@ -174,16 +174,8 @@ def print_header(batches, state):
         f"model: {model.config.pos}{extended}, {n_parameters / 1e6:.2f} M parameters{trained}, "
         f"{batches.tokens_per_step:,} tokens per step"
     )
-    processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"
-    compiles = cfg.compile != "false"
-    mode = "not compiled"
-    if compiles:
-        way = " to CUDA graphs" if cfg.compile == "graphs" else ""
-        mode = f"compiled{way} (the first step takes up to a minute)"
-    sizes = (cfg.max_iters, batches.tokens_per_step, batches.train_length)
-    pays = devices.compilation_pays(model, *sizes, batches.device)
-    if not (compiles or pays):
-        mode += ": it would take longer than it saves"
+    processes = "1 process" if world == 1 else f"{world} processes"
+    mode = "compiled (the first step takes up to a minute)" if cfg.compile else "not compiled"
     where = f"{processes}, {devices.device_name(batches.device)}"
     print(f"on: {where}, {cfg.dtype}, attention by {state.kernels}, {mode}")
     if not cfg.deterministic:

@@ -83,8 +83,6 @@ def save_step(model, optimizers, cfg, dataset, **state):
     """
     moments, numbers = optimizer_state(model, optimizers)
     tensors = {"model": model.weights(), "optim": {**parameters_not_stored(model), **moments}}
-    if parallel.is_sharded(model):
-        tensors = {stem: parallel.gather(part) for stem, part in tensors.items()}
     if parallel.rank_and_world()[0] == 0:
         save_model(
             model,
@@ -446,7 +444,7 @@ def load_optimizers(model, optimizers, settings):
         p = parameters.get(name)
         require(p in owners, f"{folder} has {key}, which is not trained here: use the same code")
         is_number = key in meta["optimizer_numbers"]
-        owners[p].state[p][moment] = x.item() if is_number else parallel.place_like(x, p)
+        owners[p].state[p][moment] = x.item() if is_number else x.to(p.device)
 
 
 def weights_hash(model):

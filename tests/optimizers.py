@@ -2,8 +2,6 @@
 
 import torch
 
-from nanolong import parallel
-
 
 class Averaging(torch.optim.AdamW):
     """AdamW that also keeps an average of the weights, a sum of row norms, and a count."""
@@ -13,7 +11,7 @@ class Averaging(torch.optim.AdamW):
         super().step()
         for p in (p for group in self.param_groups for p in group["params"]):
             state = self.state[p]
-            norms = parallel.whole(p).norm(dim=-1)
+            norms = p.norm(dim=-1)
             state.setdefault("ema", p.clone()).lerp_(p, 0.1)
             state.setdefault("norms", torch.zeros_like(norms)).add_(norms)
             state.setdefault("count", torch.zeros(1, dtype=torch.int64)).add_(1)

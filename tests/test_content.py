@@ -3,7 +3,6 @@
 Their numbers are in test_example_schemes.py.
 """
 
-import json
 
 import pytest
 import torch
@@ -77,20 +76,6 @@ def test_a_resumed_run_has_the_same_bits(pos, call, text_data, tmp_path):
         assert_success(call("train.py", *words, out, f"--stop_at={stop_at}"))
     assert_success(call("train.py", *words, out, "--init_from=resume"))
     assert_same_bits(tmp_path / "whole", tmp_path / "cut")
-
-
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_processes_that_share_a_text_compute_it(processes, run):
-    """Four share it beyond the two key heads; linear attention rotates features by itself."""
-    names = (*FILES, "linear_attention")
-    files = (*FILES.values(), ROOT / "examples/schemes/linear_attention.py")
-    env = {"NANOLONG_ENTRY": ",".join(map(str, files))}
-    done = assert_success(run("tests/process_cases.py", *names, processes=processes, env=env))
-    errors = json.loads(done.stdout)
-    assert {name.split()[0] for name in errors} == set(names)
-    for name, (loss_error, gradient_error) in errors.items():
-        assert loss_error < 1e-12, name
-        assert gradient_error < 1e-9, name
 
 
 # -----------------------------------------------------------------------------

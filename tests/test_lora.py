@@ -17,8 +17,7 @@ from nanolong.run import save_model
 CASES = [{"pos": pos} for pos in ("rope", "learned", "t5", "xl", "fox")]
 CASES += [{"n_kv_head": 1, "bias": "all", "sink_scores": True, "window": 7, "qk_norm": "head"}]
 CASES += [{"tie_embeddings": False, "norm": "layernorm", "norm_position": "both", "mlp": "gelu"}]
-MODES = ["0 --compile=true", "0 --checkpoint_activations=offload", "2 --dtype=float32"]
-MODES += [f"2 --sequence_parallel=2 --compile={on}" for on in ("false", "true")]
+MODES = ["0 --compile=true", "0 --checkpoint_activations=true", "2 --dtype=float32"]
 SCALE = 5.0 / 3  # alpha 5, rank 3
 assert_close = functools.partial(torch.testing.assert_close, rtol=1e-8, atol=1e-11)
 

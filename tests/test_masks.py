@@ -302,7 +302,7 @@ def test_processes_share_the_sequences_of_a_step(tasks_data, make, monkeypatch):
     cfg = train.TrainConfig(**{**SMALLEST, "gradient_accumulation_steps": 4})
     seen = {}
     for rank in (0, 1):
-        monkeypatch.setattr(parallel, "data_rank_and_world", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(parallel, "rank_and_world", lambda rank=rank: (rank, 2))
         batches = train.Batches(dataset, model, cfg, 64, 0, 0)
         for _ in range(4):
             inputs, n_targets, _ = batches.ready

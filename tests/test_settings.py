@@ -53,31 +53,6 @@ def test_text_becomes_the_type_of_the_setting(word, name, value):
     assert found == value and type(found) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        ("", "false"),
-        ("--checkpoint_activations", "true"),
-        ("--checkpoint_activations --seed=2", "true"),
-        ("--checkpoint_activations=yes", "true"),
-        ("--checkpoint_activations 0", "false"),
-        ("--checkpoint_activations=offload", "offload"),
-        ("--checkpoint_activations offload", "offload"),
-        ("smollm2_64k.toml", "true"),
-    ],
-)
-def test_a_switch_with_a_third_word_is_still_a_switch(words, value):
-    """Also as True, of a checkpoint or of Python."""
-    args = settings.parse(cfg=ExtendConfig, argv=words.split())
-    assert args.cfg.checkpoint_activations == value
-    assert TrainConfig(checkpoint_activations=True).checkpoint_activations == "true"
-    assert TrainConfig(checkpoint_activations=False).checkpoint_activations == "false"
-    with pytest.raises(UserError, match="is one of false, true, offload"):
-        settings.parse(cfg=TrainConfig, argv=["--checkpoint_activations=gpu"])
-    with pytest.raises(UserError, match="not compiled: give --compile=false"):
-        TrainConfig(checkpoint_activations="offload", compile=True)
-
-
 def test_values_may_follow_their_name_and_the_last_one_wins():
     args = parse("--width", "5", "--silent", "a", "--rate=1", "--rate", "2", paths="names")
     assert (args.shape.width, args.shape.silent, args.shape.rate) == (5, True, 2.0)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import data
-from nanolong import devices, inference, parallel
+from nanolong import devices, inference
 from nanolong.errors import UserError, require
 from nanolong.evaluation import intervals
 
@@ -126,9 +126,6 @@ def token_losses(model, x, y, positions):
     that the memory for activations does not grow with its length.
     """
     length = x.shape[1]
-    if parallel.sequence_rank_and_size()[1] > 1:  # other processes compute the other tokens
-        part = parallel.own_part({"tokens": x, "targets": y, "positions": positions})
-        return parallel.gather_tokens(model(**part, reduction="none"))
     # A method whose tables depend on the length has to see the whole sequence at once.
     if length <= CHUNK or model.pos.set_length(CHUNK) != model.pos.set_length(length):
         return model(x, y, positions, reduction="none")

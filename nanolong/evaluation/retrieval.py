@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import data
 from data.tasks import ANSWERS, DIGITS, SEVERAL, WORDS, make_document, size_of
-from nanolong import devices, inference, parallel
+from nanolong import devices, inference
 from nanolong.errors import note, require
 from nanolong.evaluation import intervals
 from nanolong.evaluation.log import Cell
@@ -125,18 +125,11 @@ def answer_prompts(model, prompts, dtype, seed):
 def answer_batch(model, prompts, device, seed):
     """Answer prompts of equally many tokens: (whether it is right, nats) of each."""
     x, y = (torch.from_numpy(np.stack(column)).to(device) for column in zip(*prompts, strict=True))
-    # Processes that share a sequence compute equally many of its tokens.
-    _, n_processes = parallel.sequence_rank_and_size()
-    padding = (0, -x.shape[1] % n_processes)
-    x = F.pad(x, padding)
-    y = F.pad(y, padding, value=-1)
     positions = data.random_positions(model.config, len(x), x.shape[1], seed)
     # Only the answer needs logits.
     n_answer = x.shape[1] - int((y >= 0).any(0).int().argmax())
-    part = parallel.own_part({"tokens": x, "positions": positions})
-    hidden_states = model.hidden_states(part["tokens"], part["positions"])
-    last = parallel.gather_tokens(hidden_states[:, -n_answer:], dim=1)[:, -n_answer:]
-    logits = model.head(last).float()  # (B, n_answer, V)
+    hidden_states = model.hidden_states(x, positions)
+    logits = model.head(hidden_states[:, -n_answer:]).float()  # (B, n_answer, V)
     answer = y[:, -n_answer:]
     inference.check_logits(logits)
     right = (logits.argmax(-1) == answer) | (answer < 0)
