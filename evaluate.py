@@ -1,5 +1,6 @@
 """Measure checkpoints: loss by context length and by position, retrieval, and cost.
 
+    python evaluate.py out/rope out/rope-yarn4 --report=out/report.html
     python evaluate.py out/rope out/rope-yarn4 --lengths=256,512,1024 --plot=out/length.png
     python evaluate.py RoPE=out/r1,out/r2,out/r3 ALiBi=out/a1,out/a2,out/a3
     python evaluate.py out/smollm2 --text=book.txt --lengths=2048,8192 --cost=true
@@ -47,7 +48,7 @@ Scores are not those that are published for RULER.
 """
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -55,7 +56,7 @@ import torch
 
 from kernels import check
 from model import GPT, POSITIONS
-from nanolong import devices, entry, run
+from nanolong import devices, entry
 from nanolong.errors import note, require, run_main
 from nanolong.evaluation import (
     comparison,
@@ -63,6 +64,7 @@ from nanolong.evaluation import (
     figures,
     log,
     provenance,
+    report,
     retrieval,
     scoring,
     tables,
@@ -101,6 +103,7 @@ class EvaluateConfig:
     trials: int = 0
     # [output]
     plot: str = ""  # write a figure to this PNG file, with SVG and PDF (needs matplotlib)
+    report: str = ""  # write a page with everything measured to this HTML file
     curves: str = ""  # only plot the training curves of run folders to this PNG file
     # write the records to this file as they come, with the step folder, dtype, device, data and
     # commit; a loss that is not finite is null. The same command, after a stop, reuses them
@@ -122,11 +125,11 @@ OF_TASK |= dict.fromkeys(("trials", "seed"), ["needle", "ruler"])
 def check_settings(cfg):
     """Refuse settings that measure nothing. Raises UserError."""
     require(not (cfg.text and cfg.dataset), "--text and --dataset both name a text: give one")
-    for name in ("plot", "curves"):
+    for name, ending in (("plot", ".png"), ("curves", ".png"), ("report", ".html")):
         file = getattr(cfg, name)
-        require(not file or file.endswith(".png"), f"--{name}={file}: end it in .png")
-    measures = cfg.plot or cfg.json
-    problem = "--curves plots logs and measures nothing: leave --plot and --json out"
+        require(not file or file.endswith(ending), f"--{name}={file}: end it in {ending}")
+    measures = cfg.plot or cfg.json or cfg.report
+    problem = "--curves plots logs and measures nothing: leave --plot, --json and --report out"
     require(not (cfg.curves and measures), problem)
     some = cfg.task and cfg.protocol and cfg.ruler
     require(some, "--task, --protocol and --ruler are lists: name one at least")
@@ -143,6 +146,8 @@ def choose_measurements(cfg, given, models):
     if not cfg.lengths:
         shortest = min(model.config.original_length for model in models.values())
         cfg.lengths = tuple(shortest * factor for factor in (1, 2, 4, 8))
+    if "protocol" not in given and cfg.report:  # it shares the forward passes of chunked
+        cfg.protocol += ("position",)
     if "protocol" not in given and len(cfg.lengths) == 1:  # there is nothing to align
         cfg.protocol = tuple(word for word in cfg.protocol if word != "token-aligned")
     is_compared = len(set(cfg.lengths)) > 1 or "repeats" not in cfg.protocol
@@ -227,9 +232,6 @@ def measure(models, cfg, lengths):
 def measure_logged(models, cfg, texts, dtype, file):
     """Measure the records that the file does not hold yet. Returns all records."""
     cells = plan(models, cfg, texts)
-    local = {"dataset", "device", "entry", "json", "plot", "text"}
-    shared = {name: value for name, value in asdict(cfg).items() if name not in local}
-    weights = list(map(run.weights_hash, models.values()))
     code = entry.hash_sources(cfg.entry)
     device = devices.device_name(devices.pick_device(cfg.device))
     fields = {"dtype": str(dtype).removeprefix("torch."), "device": device}
@@ -247,15 +249,14 @@ def evaluate(cfg, given, paths):
         return plot_training(cfg.curves, paths)
     models, device, dtype = open_models(cfg, paths)
     choose_measurements(cfg, given, models)
-    for file in filter(None, (cfg.plot, cfg.json)):
+    for file in filter(None, (cfg.plot, cfg.json, cfg.report)):
         check_writable(file)
     texts = scoring.open_texts(models, cfg) if "loss" in cfg.task else {}
     scored = scoring.describe_scored(texts, cfg.lengths, cfg.max_tokens)
     for line in scored:
         print(f"scored: {line}", flush=True)
 
-    file = cfg.json
-    records = measure_logged(models, cfg, texts, dtype, file)
+    records = measure_logged(models, cfg, texts, dtype, cfg.json)
     arms = {arm: list(runs) for arm, runs in name_arms(paths).items()}
     bits = comparison.over_seeds(scoring.in_bits_per_byte(records), arms)
     shown = comparison.over_seeds(records, arms)
@@ -266,12 +267,20 @@ def evaluate(cfg, given, paths):
     others = comparison.describe_other_tokens(records, texts, cfg.max_tokens)
     unequal += others
     print_tables(shown, bits, unequal)
-    if file:
-        print(f"wrote {file}")
+    if cfg.json:
+        print(f"wrote {cfg.json}")
     lengths = sorted({model.config.original_length for model in models.values()})
     if cfg.plot:
         below = "; ".join([*scored, *unequal])
         plot_records(cfg.plot, bits if others else shown, lengths, below, bool(others))
+    if cfg.report:
+        facts = {name: provenance.describe_checkpoint(model) for name, model in models.items()}
+        coloured = {
+            name: scoring.text_losses(models[name], text, cfg) for name, text in texts.items()
+        }
+        source = "; ".join([f"{provenance.provenance(device)}, {dtype}", *scored])
+        report.write_report(cfg.report, facts, lengths, shown, coloured, unequal, source)
+        print(f"wrote {cfg.report}")
     refused = [record["refused"] for record in shown if "refused" in record]
     require(len(refused) < len(shown), f"nothing could be measured: {''.join(refused[:1])}")
 

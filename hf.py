@@ -28,7 +28,7 @@ from nanolong.errors import require, run_main
 
 @dataclass
 class HFConfig:
-    # import: dtype of the matrices; bfloat16 takes half the space and is kept by a model that has it
+    # import: dtype of the matrices; a model that has bfloat16 keeps it
     store: Literal["auto", "float32", "bfloat16"] = "auto"
     # take the tokenizer files of this Hugging Face folder in place of the model's own; export: also
     # none, which then works on token ids only

@@ -207,8 +207,6 @@ class GPTConfig:
     # a letter per layer, repeated: F full attention, W window, N and S the same without positions;
     # auto: F, or W if there is a window
     layer_pattern: str | None = None
-    # train on sorted random positions below this (Ruoss et al. 2023); 0: off
-    random_positions: int = 0
     # [architectures of other models]
     head_dim: int = 0  # channels of a head; 0: n_embd / n_head
     # norms before attention and MLP, after them (Olmo 2), or both (Gemma 3); parallel: before, and
@@ -264,11 +262,6 @@ class GPTConfig:
     def original_length(self):
         """The context length in tokens before any extension."""
         return self.extension["original_length"] if self.extension else self.block_size
-
-    @property
-    def max_positions(self):
-        """Position ids below this occur in training."""
-        return max(self.block_size, self.random_positions)
 
     def layer_kind(self, layer):
         """The letter of a layer: F, W, N or S."""
@@ -427,7 +420,7 @@ class GPT(nn.Module):
 
     def check_length(self, end):
         """Warn beyond the context length; raise UserError for a scheme that ends there."""
-        limit = self.config.max_positions
+        limit = self.config.block_size
         if torch.compiler.is_compiling() or end <= limit:
             return
         require(
@@ -452,11 +445,6 @@ class GPT(nn.Module):
         config = self.config
         is_number = isinstance(factor, int | float) and 1 <= factor < math.inf
         require(is_number, f"factor={factor!r} does not extend the context: give at least 1")
-        require(
-            not config.random_positions or (factor == 1 and method == "none"),
-            f"this model was trained on positions below {config.random_positions}, so it reaches "
-            "there as it is: train with a larger --random_positions to go on",
-        )
         before = config.extension or {"factor": 1.0, "layers": "full"}
         has_full = type(self.pos) is RoPE and config.is_hybrid and "F" in config.layer_pattern
         if layers == "auto":
@@ -597,15 +585,6 @@ def check_config(config):
         "rope_local_base is of rope in layers with a window, next to layers without one: give "
         "--window=N and a --layer_pattern of both, such as WWWF",
     )
-    # random positions
-    n = config.random_positions
-    require(
-        not n or not (scheme.by_index or scheme is NoPE or window),
-        "random_positions needs a scheme that uses position ids, without a window: choose learned, "
-        "sinusoidal or rope",
-    )
-    least = config.block_size
-    require(not n or n >= least, f"random_positions={n} is too small: give block_size={least}")
 
 
 # -----------------------------------------------------------------------------
@@ -622,7 +601,7 @@ class NoPE(nn.Module):
 
     # name of the setting that must be even, because channels are paired: n_embd or head_dim
     pairs = ""
-    bounded = False  # True: nothing can be computed at positions from max_positions on
+    bounded = False  # True: nothing can be computed at positions from block_size on
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
     settings = ()  # settings of GPTConfig that have an effect on such schemes only
@@ -814,7 +793,7 @@ class Learned(NoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        self.table = nn.Parameter(torch.randn(config.max_positions, config.n_embd) * 0.02)
+        self.table = nn.Parameter(torch.randn(config.block_size, config.n_embd) * 0.02)
 
     def embed(self, x, pos):
         return x + self.table[pos]

@@ -2,7 +2,7 @@
 
     python sample.py out/python-rope --start="def " --max_new_tokens=500
     python sample.py --start=FILE:prompt.txt    # the newest run under out/
-    python sample.py --start=@prompts.txt       # a prompt a line, in batches
+    python sample.py --start=@prompts.txt       # a prompt a line
     python sample.py out/smollm2 --chat --start="What is a token?"
 
 Takes a run folder (its newest step) or a step folder. The checkpoint says how its context was
@@ -25,7 +25,6 @@ from nanolong.errors import note, require, run_main
 
 # In smaller models casting the weights to bfloat16 costs more on a CPU than its products save.
 MIN_PARAMETERS_BFLOAT16 = 16e6
-BATCH_SIZE = 16  # texts that are generated at once, if there are several prompts
 
 
 @dataclass
@@ -126,19 +125,12 @@ def main(argv=None):
         inference.check_compiles(model, longest, cfg.max_new_tokens)
         note("the first tokens take about a minute, to compile the decoding step")
 
-    # Generate. A single text is printed while it is generated, and several are printed whole.
+    # Generate, and print each text while it is generated.
     texts = [(prompt, cfg.seed + i) for prompt in found for i in range(cfg.num_samples)]
-    # the tables of a dynamic method are of one length
-    together = BATCH_SIZE if len(found) > 1 and not model.pos.is_dynamic else 1
-    line = "\n" + "-" * 16 + "\n"
-    for first in range(0, len(texts), together):
-        batch = texts[first : first + together]
-        print(line if first else "", end="")
+    for number, (prompt, seed) in enumerate(texts):
+        print("\n" + "-" * 16 + "\n" if number else "", end="")
         with devices.autocast(device, dtype):
-            steps = prompts.continue_texts(cfg, model, tokenizer, batch, compiled)
-            if len(batch) > 1:
-                steps = [[line.join(map("".join, zip(*steps, strict=True)))]]
-            for (text,) in steps:
+            for text in prompts.continue_text(cfg, model, tokenizer, prompt, seed, compiled):
                 print(text, end="", flush=True)
     print()
 

@@ -167,13 +167,11 @@ class Batches:
     def read(self, first):
         """A micro-batch: arguments of the model by name, its scored tokens, and its seed."""
         cfg = self.cfg
-        seed = ((cfg.seed << 40) + first) % (1 << 63)  # of dropout, and of random positions
+        seed = ((cfg.seed << 40) + first) % (1 << 63)  # of dropout
         what = (first, cfg.batch_size, self.train_length, cfg.seed, self.max_position)
         parts = self.dataset.batch(*what)
         data.check_batch(parts, (cfg.batch_size, self.train_length), type(self.dataset).__name__)
         x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
-        if pos is None:
-            pos = data.random_positions(self.model.config, len(x), self.train_length, seed)
         if pos is not None:  # checked here: on a GPU, each step would wait to read them
             self.model.check_positions(pos, docs)
         return *model_inputs(x, y, pos, docs, self.device), seed
@@ -226,8 +224,7 @@ def sum_losses(model, dataset, cfg, stop):
         batch = batches[number]
         sequences = [dataset.val.sequence(index, T) for index in batch]
         x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
-        pos = data.random_positions(model.config, len(x), T, batch[0])
-        inputs, n_targets = model_inputs(x, y, pos, dataset.document_ids(x), device)
+        inputs, n_targets = model_inputs(x, y, None, dataset.document_ids(x), device)
         ids = [inputs[name].cpu().numpy() for name in ("tokens", "targets")]
         n_bytes = dataset.count_bytes(*ids)  # None: unknown
         # not the compiled model, which would be compiled again, without gradients
@@ -342,9 +339,8 @@ def train(
         state = restore_state(model, cfg, train_length)
 
         # the kernels, if their results agree with plain PyTorch
-        masks = {"docs": cfg.separate_docs, "positions": max_position > 0}
         kernels.use_sdpa(not cfg.deterministic)
-        state.kernels = check.choose_kernels(model, device, getattr(torch, cfg.dtype), **masks)
+        state.kernels = check.choose_kernels(model, device, getattr(torch, cfg.dtype))
 
         # the model on the device, compiled, and wrapped for several processes
         devices.prepare_device(device, cfg.deterministic)

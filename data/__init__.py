@@ -19,7 +19,6 @@ from data.dataset import (
     check_batch,
     find_documents,
     open_dataset,
-    random_positions,
 )
 from data.token_files import (
     dataset_folder,

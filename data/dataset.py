@@ -289,20 +289,6 @@ def find_documents(tokens, separator):
     return [(a + 1, b) for a, b in pairwise(edges) if b > a + 1]
 
 
-def random_positions(config, batch_size, length, seed):
-    """Sample sorted, distinct position ids (batch_size, length) int64 below random_positions of a
-    GPTConfig, on the CPU (Ruoss et al. 2023); None if it is 0. All callers of a model pass them on.
-    """
-    n = config.random_positions
-    if not n:
-        return None
-    import torch  # data/prepare.py starts without it
-
-    rng = torch.Generator().manual_seed(seed)
-    noise = torch.rand(batch_size, max(length, n), generator=rng)
-    return noise.topk(length).indices.sort().values
-
-
 # -----------------------------------------------------------------------------
 # Texts to evaluate on
 

@@ -29,7 +29,6 @@ def ARMS(b):
     hybrids = {
         "rope-window": f"--pos=rope --window={b.L // 2}",
         "rope-nope-every-4th": "--pos=rope --layer_pattern=FFFN",
-        "rope-random-positions": f"--pos=rope --random_positions={32 * b.L}",
         "rope-p-0.25": "--pos=rope --p_rope=0.25",
         "rope-p-0.5": "--pos=rope --p_rope=0.5",
         "rope-logn": "--pos=rope --score_scale=logn",

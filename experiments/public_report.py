@@ -27,6 +27,8 @@ are of 95 %, over documents (Student's t), with differences taken document by do
 than five documents there are none. LM-Infinite sees the last {original:,} tokens and the first
 ten: an arm whose loss is not below it might forget as well.
 """
+
+
 class Cells:
     """Cells by their keys, as intervals over documents.
 

@@ -88,8 +88,7 @@ def passkey_loss(model, factor, trials, seed, method, table=None):
         for sample in range(trials // 4):
             what = ("niah", tokenizer, length, seed, sample, model.meta.get("bos"))
             x, y = map(torch.from_numpy, make_document(*what, depth=depth))
-            positions = data.random_positions(model.config, 1, length, seed)
-            hidden_states = model.hidden_states(x[None].to(model.embed.weight.device), positions)
+            hidden_states = model.hidden_states(x[None].to(model.embed.weight.device))
             scored = y >= 0
             logits = model.head(hidden_states[0, scored])  # the others are not needed
             nats = F.cross_entropy(logits.cpu(), y[scored], reduction="sum").item()

@@ -136,10 +136,6 @@ def use_sdpa(allowed):
     _is_sdpa_allowed = allowed
 
 
-def sdpa_is_allowed():
-    return _is_sdpa_allowed
-
-
 def runs_uncompiled(device):
     """Whether Triton kernels run on a device, and no compiler traces the call."""
     return not torch.compiler.is_compiling() and triton_runs(device)

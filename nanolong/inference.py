@@ -1,12 +1,11 @@
-"""Fast sampling, which GPT.generate() calls: the cache of keys and values, prompts of unequal
-length, and a decoding step of fixed shape that can be compiled, on a GPU to a CUDA graph.
+"""Fast sampling, which GPT.generate() calls: the cache of keys and values, and a decoding
+step of fixed shape that can be compiled, on a GPU to a CUDA graph.
 """
 
 import contextlib
 import math
 
 import torch
-import torch.nn.functional as F
 
 from kernels import torch_private
 from nanolong.errors import UserError, require
@@ -134,18 +133,18 @@ def generate(
     fits = max_new_tokens >= 0 and 0 <= temperature < math.inf and top_k >= 0
     require(fits, f"{given} are no numbers from 0 on: give others")
     require(0 < top_p <= 1, f"top_p={top_p} is a probability: give one above 0 and at most 1")
-    prompts = read_prompts(model, tokens)
-    lengths = [len(prompt) for prompt in prompts]
-    check_request(model, lengths, max_new_tokens)
+    tokens = read_tokens(model, tokens)
+    length = tokens.shape[1]
+    check_length(model, length, max_new_tokens)
     if compiled:
-        check_compiles(model, max(lengths), max_new_tokens)
+        check_compiles(model, length, max_new_tokens)
     stop = {stop} if isinstance(stop, int) else set(stop)
     ids = range(model.config.vocab_size)
     is_known = all(token in ids for token in stop)
     require(is_known, f"stop={stop} are no ids of a vocabulary of {len(ids)}: give token ids")
-    stop = torch.tensor(sorted(stop), dtype=torch.int64, device=prompts[0].device)
+    stop = torch.tensor(sorted(stop), dtype=torch.int64, device=tokens.device)
     sampling = (temperature, top_k, top_p, generator, min_p)
-    steps = generate_tokens(model, prompts, max_new_tokens, sampling, compiled)
+    steps = generate_tokens(model, tokens, max_new_tokens, sampling, compiled)
     return until_stopped(steps, stop) if len(stop) else steps
 
 
@@ -162,16 +161,14 @@ def until_stopped(steps, stop):
 
 
 @torch.no_grad()
-def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
+def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
     """Yield the new tokens (B, 1) one at a time.
 
-    prompts: result of read_prompts(); sampling: arguments of sample_token() after the logits.
+    tokens: result of read_tokens(); sampling: arguments of sample_token() after the logits.
     """
-    longest = max(map(len, prompts))
-    total = longest + max_new_tokens - 1  # the last token is not an input
+    total = tokens.shape[1] + max_new_tokens - 1  # the last token is not an input
     # Compiled, in steps of 256, so that a slightly longer prompt compiles nothing new.
     capacity = -(-total // 256) * 256 if compiled else total
-    tokens, pos, docs = pad_prompts(model, prompts, total, capacity)
     cache = KVCache(capacity)
     modules = list(model.modules())  # walking the tree at every token would cost time
     step = None
@@ -181,9 +178,10 @@ def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
         with evaluation_mode(modules):
             if compiled and number == 1:
                 model.check_length(total)  # steps of fixed shape do not look at the length
-                step = FixedShapeStep(model, cache, pos, docs).compile()
+                step = FixedShapeStep(model, cache).compile()
             if step is None:
-                logits = compute_logits(model, tokens, pos, docs, cache)
+                hidden_states = model.hidden_states(tokens, cache=cache)
+                logits = model.head(hidden_states[:, -1]).float()
             else:
                 logits = compute_compiled(step, tokens, model)
         if number == 0 or logits.is_cpu:  # a GPU would be waited for once more at every token
@@ -210,14 +208,6 @@ def evaluation_mode(modules):
         for module in in_training:
             module.training = True
         torch.set_deterministic_debug_mode(debug_mode)
-
-
-def compute_logits(model, tokens, pos, docs, cache):
-    """The logits (B, V), float32, after these tokens, which follow the cache's."""
-    now = slice(cache.length, cache.length + tokens.shape[1])
-    pos = None if pos is None else pos[..., now]
-    docs = None if docs is None else docs[:, now]
-    return model.head(model.hidden_states(tokens, pos, docs, cache)[:, -1]).float()
 
 
 def compute_compiled(step, tokens, model):
@@ -279,43 +269,37 @@ def token_probabilities(logits, temperature, top_k, top_p, min_p):
 # Prompts.
 
 
-def read_prompts(model, tokens):
-    """The prompts that generate() was given: int64 tensors (T,) on the model's device."""
-    remedy = "give token ids, an int64 tensor (B, T), or a list of prompts (T,)"
+def read_tokens(model, tokens):
+    """Return the prompts that generate() was given: int64 (B, T), on the model's device."""
+    remedy = "give token ids, an int64 tensor (B, T), with at least one token in a row"
+    if isinstance(tokens, list | tuple):
+        tokens = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tokens]
     try:
-        prompts = [torch.as_tensor(prompt) for prompt in tokens]
-    except (TypeError, ValueError) as error:  # of a text, for example
-        raise UserError(f"{tokens!r:.40} has no token ids ({error}): {remedy}") from None
+        tokens = torch.as_tensor(tokens)
+    except (TypeError, ValueError) as error:  # a text, or rows of unequal length
+        raise UserError(f"{tokens!r:.40} is not a batch of prompts ({error}): {remedy}") from None
+    found = f"the prompts have the shape {tuple(tokens.shape)} and {tokens.dtype}"
+    has_ids = tokens.dim() == 2 and tokens.numel() and not tokens.is_floating_point()
+    require(has_ids, f"{found}: {remedy}")
     vocab_size = model.config.vocab_size
-    for prompt in prompts:
-        found = f"a prompt has the shape {tuple(prompt.shape)} and {prompt.dtype}"
-        has_ids = prompt.dim() == 1 and not (prompt.is_floating_point() and prompt.numel())
-        require(has_ids, f"{found}: {remedy}")
-        outside = prompt[(prompt < 0) | (prompt >= vocab_size)].tolist()
-        require(
-            not outside,
-            f"token {outside[:1]} is outside the model's vocabulary of {vocab_size}: encode the "
-            "prompt with the model's tokenizer",
-        )
-    return [prompt.to(model.embed.weight.device, torch.int64) for prompt in prompts]
-
-
-def check_request(model, lengths, max_new_tokens):
-    """Raise UserError for empty prompts, and for more tokens than a bounded scheme has."""
-    shortest, longest = min(lengths, default=0), max(lengths, default=0)
-    require(shortest, "generate() needs at least one token in every prompt: give a prompt")
-    limit = model.config.max_positions
-    most = max(0, limit + 1 - longest)  # the last token is not an input
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)].tolist()
     require(
-        not model.pos.bounded or max_new_tokens <= most and longest <= limit,
-        f"{longest} prompt tokens and {max_new_tokens} new ones are more than the {limit} "
+        not outside,
+        f"token {outside[:1]} is outside the model's vocabulary of {vocab_size}: encode the prompt "
+        "with the model's tokenizer",
+    )
+    return tokens.to(model.embed.weight.device, torch.int64)
+
+
+def check_length(model, n_tokens, max_new_tokens):
+    """Raise UserError for more tokens than a bounded scheme has."""
+    limit = model.config.block_size
+    most = max(0, limit + 1 - n_tokens)  # the last token is not an input
+    require(
+        not model.pos.bounded or max_new_tokens <= most and n_tokens <= limit,
+        f"{n_tokens} prompt tokens and {max_new_tokens} new ones are more than the {limit} "
         f"positions of --pos={model.config.pos}: ask for at most --max_new_tokens={most}, or "
         "shorten the prompt",
-    )
-    require(
-        shortest == longest or not model.pos.is_dynamic,
-        "a dynamic method scales by the length of each text, so prompts of unequal length cannot "
-        "be one batch: give them one at a time, or extend with --options=length=N",
     )
 
 
@@ -324,33 +308,6 @@ def check_compiles(model, length, max_new_tokens):
     changes = tables_change(model, length, length + max_new_tokens - 1)
     problem = "this method's tables change as the text grows, so no decoding step can be compiled"
     require(not changes, f"{problem}: leave out --compile")
-
-
-def pad_prompts(model, prompts, total, capacity):
-    """Stack prompts, padded on the left, into tokens (B, T). Returns also, for the whole text that
-    will be there, positions (capacity,) or (B, capacity), on the CPU, and documents (B, capacity);
-    None for positions that count from 0, and for one document.
-
-    A pad token is a document of its own, so that no text attends to it.
-    """
-    width = max(map(len, prompts))
-    n_pads = [width - len(prompt) for prompt in prompts]
-    tokens = torch.stack([F.pad(x, (n, 0)) for x, n in zip(prompts, n_pads, strict=True)])
-
-    def positions(n):
-        row = torch.arange(total - n)
-        if model.config.random_positions:
-            from data import random_positions
-
-            row = random_positions(model.config, 1, total - n, 0)[0]
-        return F.pad(row, (n, capacity - total))
-
-    if not any(n_pads):
-        return tokens, positions(0) if model.config.random_positions else None, None
-    pos = torch.stack([positions(n) for n in n_pads])
-    index = torch.arange(capacity, device=tokens.device)
-    docs = torch.tensor(n_pads, device=tokens.device)[:, None] - index
-    return tokens, pos, docs.clamp(min=0)  # n_pads, ..., 1, 0, 0
 
 
 # -----------------------------------------------------------------------------
@@ -367,17 +324,14 @@ class FixedShapeStep:
 
     Where the next token is written is a tensor on the device. So the step is compiled once, and a
     GPU replays one CUDA graph of it. Under autocast the weights are cast once, here.
-    pos (capacity,) or (B, capacity), docs (B, capacity): of the whole text, or None.
     """
 
-    def __init__(self, model, cache, pos=None, docs=None):
+    def __init__(self, model, cache):
         self.model = model
         self.cache = cache
         device = cache.tokens.device
         self.device_type = device.type
-        pos = torch.arange(cache.capacity, device=device) if pos is None else pos
-        cache.pos = pos.to(device)
-        cache.docs = docs
+        cache.pos = torch.arange(cache.capacity, device=device)
         cache.write_index = torch.tensor([cache.length], device=device)
         cache.valid_length = torch.tensor([cache.length + 1], device=device)
         self.dtype = None

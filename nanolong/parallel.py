@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from nanolong import devices
 from nanolong.errors import require
 
+
 def rank_and_world():
     """(rank, number of processes) of the current process group; (0, 1) without one."""
     if dist.is_available() and dist.is_initialized():

@@ -73,13 +73,13 @@ def note_special_tokens(text, tokenizer):
 def note_length(cfg, model, folder, prompts):
     """Print a note if a text will exceed the context length."""
     config = model.config
-    context = config.max_positions
+    context = config.block_size
     total = max(len(prompt.ids) for prompt in prompts) + cfg.max_new_tokens
     if total <= context or model.pos.bounded:
         return
     advice = ""
     # not of a model whose method replaces attention: the default would take its place
-    if getattr(model.pos, "far", None) is None and not config.random_positions:
+    if getattr(model.pos, "far", None) is None:
         words = ["python", "extend.py", str(folder)]
         words.append(f"--factor={math.ceil(total / config.block_size)}")
         words += [f"--entry={','.join(cfg.entry)}"] if cfg.entry else []
@@ -128,25 +128,19 @@ class TextStream:
         return text
 
 
-def continue_texts(cfg, model, tokenizer, texts, compiled):
-    """Yield the new text of each row of a batch at each step: the prompt, and then the new text.
-
-    texts: pairs of a prompt and a seed.
-    """
+def continue_text(cfg, model, tokenizer, prompt, seed, compiled):
+    """Yield the prompt's text, and then the new text, piece by piece."""
     device = next(model.parameters()).device
     # a shell passes the line end of --stop='\n' as two characters
     ends = [end.replace("\\n", "\n") for end in cfg.stop if end]
-    streams = [TextStream(tokenizer, prompt.end_ids, ends) for prompt, _ in texts]
-    ids = [torch.tensor(prompt.ids, device=device) for prompt, _ in texts]
-    generators = [torch.Generator(device).manual_seed(seed) for _, seed in texts]
-    sampling = (cfg.temperature, cfg.top_k, cfg.top_p, generators, compiled, cfg.min_p)
-    # a prompt is printed once it is computed
-    gained = [prompt.text for prompt, _ in texts]
-    for tokens in model.generate(ids, cfg.max_new_tokens, *sampling):
-        for i, token in enumerate(tokens[:, 0].tolist()):
-            gained[i] += streams[i].add(token)
-        yield gained
-        gained = [""] * len(texts)
-        if all(stream.is_done for stream in streams):
+    stream = TextStream(tokenizer, prompt.end_ids, ends)
+    ids = torch.tensor([prompt.ids], device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    sampling = (cfg.temperature, cfg.top_k, cfg.top_p, generator, compiled, cfg.min_p)
+    text = prompt.text
+    for token in model.generate(ids, cfg.max_new_tokens, *sampling):
+        yield text + stream.add(token.item())
+        text = ""
+        if stream.is_done:
             break
-    yield [text + stream.flush() for text, stream in zip(gained, streams, strict=True)]
+    yield text + stream.flush()

@@ -19,32 +19,7 @@ CPU = torch.device("cpu")
 
 
 def wrong_scale(q, k, v, options):
-    return q, k, v, {**options, "scale": 1.05 * options["scale"]}
-
-
-def one_key_more(q, k, v, options):
-    """Each query sees the next key, too. The biases of the others stay as they are."""
-    options = dict(options)
-    k, v = (torch.cat((x, x[:, :, -1:]), 2) for x in (k, v))
-    for name in ("positions", "docs"):
-        x = options.get(name)
-        options[name] = None if x is None else torch.cat((x, x[..., -1:]), -1)
-    options["window"] += bool(options["window"])  # distances are greater by one
-    gates = options.get("gates")
-    options["gates"] = None if gates is None else torch.cat((gates, gates[..., -1:]), -1)
-    bias = options.get("bias")
-    if bias is not None and bias.dim() > 1:
-        options["bias"] = torch.cat((bias[:, :1], bias), 1)
-    return q, k, v, options
-
-
-def wider_window(q, k, v, options):
-    return q, k, v, {**options, "window": options["window"] + bool(options["window"])}
-
-
-def shifted_documents(q, k, v, options):
-    docs = options["docs"]
-    return q, k, v, {**options, "docs": torch.cat((docs[:, :1], docs[:, :-1]), 1)}
+    return q, k, v, {**options, "scale": 1.05 * q.shape[3] ** -0.5}
 
 
 def wrong_groups(q, k, v, options):
@@ -53,23 +28,15 @@ def wrong_groups(q, k, v, options):
 
 
 def wrong_gradient(q, k, v, options):
-    """The gradients of a table and of gates are 10 % too large."""
-
-    def amplify(x):
-        return x if x is None or not x.requires_grad else 1.1 * x - 0.1 * x.detach()
-
-    terms = {name: amplify(options.get(name)) for name in ("bias", "gates")}
-    return q, k, v, {**options, **terms}
+    """The gradient of a table is 10 % too large."""
+    bias = options["bias"]
+    return q, k, v, {**options, "bias": 1.1 * bias - 0.1 * bias.detach()}
 
 
 def late_gates(q, k, v, options):
     """Each token has those of the token before it."""
     gates = options["gates"]
     return q, k, v, {**options, "gates": torch.cat((gates[..., :1], gates[..., :-1]), -1)}
-
-
-def shifted_target():
-    """A fault of the loss, of which FakeKernels knows."""
 
 
 def make_model(pos="rope", **settings):
@@ -84,14 +51,9 @@ class FakeKernels:
         self.fault = None
 
     def attention(self, q, k, v, shared=None, **options):
-        if self.fault and self.fault is not shifted_target:
+        if self.fault:
             q, k, v, options = self.fault(q, k, v, options)
         return eager.attention(q, k, v, **options)
-
-    def row_losses(self, logits, targets, z_loss, has_grad):
-        if self.fault is shifted_target:
-            targets = torch.where(targets > 0, targets - 1, targets)
-        return eager._row_losses(logits, targets, z_loss, has_grad)
 
     rope = staticmethod(eager.rope)
 
@@ -101,30 +63,21 @@ def fakes(monkeypatch):
     fakes = FakeKernels()
     monkeypatch.setattr(kernels, "flash", fakes, raising=False)
     monkeypatch.setitem(sys.modules, "kernels.rotary", fakes)
-    monkeypatch.setitem(sys.modules, "kernels.loss", fakes)
     monkeypatch.setattr(kernels, "_can_run", lambda device: True)
     monkeypatch.setattr(kernels, "_is_allowed", True)
     monkeypatch.setenv("NANOLONG_CHECK", "1")
     return fakes
 
 
-MASKS = (one_key_more, wider_window, shifted_documents)
-FOUND = [
-    (pos, fault, torch.bfloat16)
-    for pos in ("rope", "t5", "alibi", "fox")
-    for fault in (wrong_scale, wrong_groups, *MASKS, wrong_gradient)
-    if fault is not wrong_gradient or pos not in ("rope", "alibi", "fox")
-]
-# in bfloat16 plain PyTorch's own gradient of the gates is off by as much
-FOUND += [("fox", late_gates, torch.bfloat16), ("fox", wrong_gradient, torch.float32)]
-FOUND += [("alibi", shifted_target, dtype) for dtype in (torch.bfloat16, torch.float32)]
-FOUND += [("t5", fault, torch.float32) for pos, fault, _ in FOUND if pos == "t5"]
+FOUND = [(pos, x) for pos in ("rope", "t5", "alibi", "fox") for x in (wrong_scale, wrong_groups)]
+FOUND += [("fox", late_gates), ("t5", wrong_gradient)]
 
 
-@pytest.mark.parametrize("pos, fault, dtype", FOUND)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pos, fault", FOUND)
 def test_small_faults_are_found(pos, fault, dtype, fakes):
     fakes.fault = fault
-    assert " differs by " in check.find_fault(make_model(pos), CPU, dtype, True, False)
+    assert " is off by " in check.find_fault(make_model(pos), CPU, dtype)
 
 
 def too_large(*arguments):
@@ -138,8 +91,8 @@ def not_a_number(q, k, v, options):
 @pytest.mark.parametrize(
     "fault, words",
     [
-        (wrong_scale, "the gradient of "),
-        (not_a_number, " differs by nan, and "),
+        (wrong_scale, "the gradient of q is off by "),
+        (not_a_number, " is off by nan, and "),
         (too_large, "off: RuntimeError: out of resource: shared memory; using plain PyTorch, "),
     ],
 )
@@ -165,28 +118,6 @@ def test_what_is_not_checked_is_trusted(fakes, monkeypatch, capfd):
     assert kernels.triton_runs(CPU) and capfd.readouterr().err == ""
 
 
-def test_sdpa_is_compared_where_it_may_compute(fakes, monkeypatch, capfd):
-    model = make_model(layer_pattern="F", window=0, sinks=0)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    faults = iter((1, 1.05))
-    factor = None
-
-    def scaled(q, k, v, *mask, scale, **options):
-        if not mask:  # which plain PyTorch gives
-            scale *= factor
-        return sdpa(q, k, v, *mask, scale=scale, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled)
-    found = []
-    for allowed in (False, True, True):
-        factor = next(faults) if allowed else None  # None * scale fails: it is not called
-        kernels.use_sdpa(allowed)
-        found.append(check.choose_kernels(model, CPU, torch.bfloat16))
-    kernels.use_sdpa(False)
-    assert found == ["triton", "triton", "plain PyTorch"]
-    assert capfd.readouterr().err.startswith("the Triton kernels are off: the gradient of ")
-
-
 TWO_PROCESSES = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
@@ -195,7 +126,7 @@ import torch.distributed as dist
 from test_check import CPU, FakeKernels, check, kernels, make_model, wrong_scale
 
 dist.init_process_group("gloo")
-kernels.flash = sys.modules["kernels.rotary"] = sys.modules["kernels.loss"] = fakes = FakeKernels()
+kernels.flash = sys.modules["kernels.rotary"] = fakes = FakeKernels()
 kernels._can_run = lambda device: True
 fakes.fault = wrong_scale if dist.get_rank() else None
 chosen = check.choose_kernels(make_model(), CPU, torch.float32)
@@ -217,7 +148,7 @@ def test_a_run_says_what_computes(fakes, call, text_data, tmp_path):
     """In its first lines, and in meta.json, where a resumed run has its own."""
     words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}", "--pos=t5"]
     done = assert_success(call("train.py", *words, "--max_iters=2"))
-    why = "not compiled: it would take longer than it saves\n"
+    why = "not compiled\n"
     assert f", float32, attention by triton, {why}" in done.stdout
     fakes.fault = wrong_scale
     done = assert_success(call("train.py", *words, "--max_iters=4", "--init_from=resume"))

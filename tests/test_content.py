@@ -3,7 +3,6 @@
 Their numbers are in test_example_schemes.py.
 """
 
-
 import pytest
 import torch
 from conftest import ROOT, TINY, assert_same_bits, assert_success, run_pytest
@@ -84,7 +83,5 @@ def test_a_resumed_run_has_the_same_bits(pos, call, text_data, tmp_path):
 
 def test_positions_that_gates_would_ignore_are_refused(make):
     for pos in SCHEMES:
-        with pytest.raises(UserError, match="random_positions needs a scheme that uses position"):
-            make(pos=pos, random_positions=99)
         with pytest.raises(UserError, match="consecutive position ids"):
             make(pos=pos)(torch.zeros(1, 3, dtype=torch.long), positions=torch.tensor([0, 2, 3]))

@@ -1,6 +1,5 @@
 """Records of losses, the texts that they are of, and the command line of evaluate.py."""
 
-import importlib.util
 import json
 import math
 

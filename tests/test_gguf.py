@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_refused
-from interchange import LENGTH, imported, make_ours, make_theirs, our_logits, quietly
+from interchange import LENGTH, imported, make_theirs, our_logits
 from test_gguf_tokenizer import train
 from test_hf_tokenizer import train_sentencepiece
 
 from data.tokenizer import tokenizer_from_json
-from model import GPT
 from nanolong.errors import UserError
-from nanolong.hub.gguf_header import read_header
 from nanolong.hub.gguf_model import read_gguf
-from nanolong.hub.transfer import export_to
 
 F32 = gguf.GGMLQuantizationType.F32
 TOKENS = torch.arange(140)[None] * 37 % interchange.VOCAB_SIZE

@@ -29,7 +29,6 @@ from interchange import (
 )
 from safetensors.torch import load_file, save_file
 
-import hf as hf_script
 import kernels
 from data import ByteTokenizer, CharTokenizer, ImportedTokenizer
 from model import GPT

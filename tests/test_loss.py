@@ -133,21 +133,10 @@ def test_chunked_at_the_context_length_is_the_validation_loss_of_training(make, 
 # What the model computes
 
 
-def test_random_positions_and_dropout_do_not_change_an_evaluation(make, tmp_path):
-    """The mode of the model is afterwards what it was."""
-    split = make_split(tmp_path)
-    model = make(pos="rope", random_positions=300, dropout=0.5)
-    first, _ = loss.loss_by_position(model, split, 20, 400)
-    model.train()
-    assert torch.equal(loss.loss_by_position(model, split, 20, 400)[0], first)
-    assert model.training
-
-
 def losses_in_chunks(model, monkeypatch, chunk=16):
     """The losses of 2 sequences of 45 random tokens, at once and in chunks, and those passes."""
     x = torch.randint(0, 50, (2, 45))
     y = torch.randint(0, 50, (2, 45))
-    positions = data.random_positions(model.config, 2, 45, 3)
     lengths = []
     hidden_states = model.hidden_states
 
@@ -168,7 +157,7 @@ WINDOW = {"window": 9, "sinks": 2, "n_kv_head": 2}
 CASES = [(pos, settings) for pos in POSITIONS for settings in ({}, WINDOW)]
 
 
-@pytest.mark.parametrize("pos, settings", [*CASES, ("rope", {"random_positions": 90})])
+@pytest.mark.parametrize("pos, settings", CASES)
 def test_a_long_sequence_in_chunks_has_the_same_losses(pos, settings, make, monkeypatch):
     """Beyond the context length too, where the scheme is not bounded by it."""
     model = make(pos=pos, block_size=48 if POSITIONS[pos].bounded else 24, **settings)

@@ -2,7 +2,6 @@
 layers, bfloat16 weights, memory, torch.compile, and model.py in another project.
 """
 
-import itertools
 import math
 import shutil
 
@@ -12,7 +11,6 @@ from conftest import ROOT, Operators, assert_success, newest, run_python
 from safetensors import safe_open
 
 import data
-import kernels
 from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.devices import autocast

@@ -9,10 +9,9 @@ import warnings
 from fractions import Fraction
 
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
-from conftest import BUILT_IN, TINY, Operators, assert_success
+from conftest import BUILT_IN, Operators
 
 from model import POSITIONS, ContextLengthWarning, GPTConfig, NoPE
 from nanolong.errors import UserError
@@ -237,44 +236,6 @@ def seen(monkeypatch):
         if "embed" in vars(scheme):
             monkeypatch.setattr(scheme, "embed", recording(scheme.embed))
     return found
-
-
-def test_training_samples_sorted_distinct_positions(call, text_data, tmp_path, seen):
-    """Others for each sequence and step, the same for the same seed, and uniform."""
-    runs = []
-    for number in range(2):
-        words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / str(number)}"]
-        assert_success(call("train.py", *words, "--random_positions=100", "--pos=learned"))
-        runs.append(torch.cat([pos for pos in seen if pos.dim() == 2]))  # not of a sample
-        seen.clear()
-    assert torch.equal(*runs)
-    positions = runs[0].unique(dim=0)  # each of an evaluation is sampled once
-    assert positions.shape[1] == 32
-    assert positions.min() >= 0 and positions.max() < 100
-    assert (positions.diff() > 0).all()
-    assert len(positions) >= 32  # those of 8 steps with 4 sequences
-    assert positions.double().mean().item() == pytest.approx(49.5, abs=3)
-    assert positions[:, 0].double().mean().item() == pytest.approx(68 / 33, abs=1.5)
-
-
-@pytest.mark.parametrize("pos", [*ABSOLUTE, "rope"])
-@torch.no_grad()
-def test_generated_text_is_at_sampled_positions(pos, make, seen):
-    """The same ones for each row, and as many sequences as there are may have their own."""
-    model = make(pos=pos, random_positions=500)
-    prompts = torch.randint(0, 50, (3, 20))
-    generated = torch.cat(list(model.generate(prompts, 30, temperature=0)), 1)
-    positions = torch.cat(seen)  # the last token is not an input
-    assert positions.shape == (49,) and (positions.diff() > 0).all() and positions[-1] < 500
-    assert not torch.equal(positions, torch.arange(49))
-    text = torch.cat((prompts, generated), 1)
-    expected = [reference.logits(model, row[None, :-1], positions) for row in text]
-    assert torch.equal(torch.cat(expected).argmax(-1)[:, 19:], generated)
-    own = torch.stack([torch.randperm(500)[:49].sort().values for _ in range(3)])
-    found = model(text[:, :-1], positions=own)
-    for row in range(3):
-        expected = reference.logits(model, text[row : row + 1, :-1], own[row])
-        assert (found[row] - expected[0]).abs().max() < 1e-4 * expected.abs().max()
 
 
 # -----------------------------------------------------------------------------

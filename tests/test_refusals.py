@@ -37,9 +37,6 @@ MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
     ("--window=5 --layer_pattern=F", "give --window=N"),
     ("--sinks=2", "give --window=N"),
     ("--pos=learned --layer_pattern=FN", "acts in no layer"),
-    ("--random_positions=100", "block_size=256"),
-    ("--random_positions=999 --pos=alibi", "uses position ids"),
-    ("--random_positions=999 --window=8", "without a window"),
     ("--score_scale=ssmax", "none, logn, llama4"),
     ("--attn_scale=0", "attn_scale must be above 0"),
     ("--norm_eps=1e39", "finite in float32"),
@@ -195,7 +192,7 @@ def test_what_fits_is_not_refused(call, text_data, tmp_path):
             "--score_scale=llama4 --block_size=1",
             "--rope_base=1",
             "--score_scale=logn --score_scale_layers=nope --layer_pattern=FN",
-            "--random_positions=32 --p_rope=0.5",
+            "--p_rope=0.5",
             "--warmup_iters=2 --max_iters=2 --min_lr=0.003",
         )
     ):

@@ -31,7 +31,7 @@ TRAIN = [
     "--optimizer=muon --pos=t5 --dropout=0.2",
     pytest.param("--dtype=float16 --lr_schedule=cosine", marks=slow),
     pytest.param("--dtype=bfloat16 --pos=learned --block_size=64", marks=slow),
-    "--dataset=MIXTURE --random_positions=64",
+    "--dataset=MIXTURE",
     pytest.param("--compile=true --gradient_accumulation_steps=2", marks=slow),
 ]
 EXTEND = [

@@ -30,7 +30,7 @@ class Oracle(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.probability = probability
         self.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
-        self.config = types.SimpleNamespace(random_positions=0)
+        self.config = types.SimpleNamespace()
         self.blocks = []
         self.prompts = []
         self.answers = {}

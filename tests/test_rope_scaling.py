@@ -10,7 +10,7 @@ import rope_scaling
 from model import GPT, POSITIONS, GPTConfig, RoPE
 from nanolong.entry import load_entry
 from nanolong.errors import UserError
-from nanolong.inference import FixedShapeStep, KVCache, pad_prompts
+from nanolong.inference import FixedShapeStep, KVCache
 from rope_scaling import METHODS, OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -208,20 +208,15 @@ def test_a_cache_of_far_keys_equals_the_whole_text(method, options, size, start,
 
 @pytest.mark.parametrize("method, options", FAR_OF_48[2:], ids=str)
 @torch.no_grad()
-def test_rows_of_unequal_length_are_each_alone(method, options, make):
-    """Padded prompts, packed documents, and steps of fixed shape, run as they are."""
+def test_steps_of_fixed_shape_and_documents_are_each_alone(method, options, make):
+    """Steps of fixed shape, run as they are, and packed documents."""
     model = build(make, DEEP, method, 4, options)
-    prompts = [torch.randint(0, 50, (n,)) for n in (120, 9, 70)]
-    tokens, pos, docs = pad_prompts(model, prompts, 130, 130)
-    more = torch.randint(0, 50, (3, 10))
-    alone = [model(torch.cat((x, y))[None])[0, -10:] for x, y in zip(prompts, more, strict=True)]
+    tokens = torch.randint(0, 50, (2, 130))
     cache = KVCache(130)
-    parts = [model(tokens, positions=pos[:, :120], docs=docs[:, :120], cache=cache)[:, -1:]]
-    options = {"positions": pos[:, 120:124], "docs": docs[:, 120:124]}
-    parts.append(model(more[:, :4], **options, cache=cache))
-    step = FixedShapeStep(model, cache, pos, docs)
-    parts += [step.run(token)[:, None] for token in more[:, 4:].split(1, 1)]
-    assert_close(torch.cat(parts, 1)[:, 1:], torch.stack(alone), 1e-5)
+    parts = [model(tokens[:, :120], cache=cache)[:, -1:], model(tokens[:, 120:124], cache=cache)]
+    step = FixedShapeStep(model, cache)
+    parts += [step.run(token)[:, None] for token in tokens[:, 124:].split(1, 1)]
+    assert_close(torch.cat(parts, 1)[:, 1:], model(tokens)[:, 120:], 1e-5)
     if method != "jet-long":  # by the length of one text, and not of each document
         packed = torch.cat((torch.zeros(1, 61), torch.ones(1, 139)), 1).long()
         tokens = torch.randint(0, 50, (1, 200))

@@ -27,7 +27,6 @@ import data
 import train
 from model import GPT, GPTConfig
 from nanolong import progress
-from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers
 from nanolong.run import list_steps
 

@@ -150,8 +150,7 @@ class LinearAttention(RoPE):
         require(
             mask.get("docs") is None,
             "linear attention has one state for the whole text, so documents cannot be kept "
-            "separate, nor prompts of unequal length be one batch: give --separate_docs=false, or "
-            "prompts one at a time",
+            "separate: give --separate_docs=false",
         )
         if cache is not None and cache.fixed_shape:
             # no UserError: on a GPU, where nobody has asked for it, sampling goes on without it

@@ -8,7 +8,6 @@ of the weights; neither the model nor the kernels know about it.
 
 import torch
 
-import data
 import kernels
 from kernels import reference
 from nanolong.errors import UserError
@@ -40,11 +39,10 @@ def attention_maps(model, tokens, seed=0):
         maps.append(p)
         return y
 
-    positions = data.random_positions(model.config, *tokens.shape, seed)
     kernels.attention = attention
     try:
         with evaluation_mode(model.modules()):
-            model.hidden_states(tokens.to(model.embed.weight.device), positions)
+            model.hidden_states(tokens.to(model.embed.weight.device))
     finally:
         kernels.attention = original
     if len(maps) != model.config.n_layer:

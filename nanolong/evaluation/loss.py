@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-import data
 from nanolong import devices, inference
 from nanolong.errors import UserError, require
 from nanolong.evaluation import intervals
@@ -119,7 +118,7 @@ def evaluation_mode(model, dtype):
             yield device
 
 
-def token_losses(model, x, y, positions):
+def token_losses(model, x, y):
     """Return the loss of every token in nats, (B, T), for inputs and targets (B, T).
 
     A sequence of more than CHUNK tokens passes through the model in chunks, with a KV cache, so
@@ -128,13 +127,12 @@ def token_losses(model, x, y, positions):
     length = x.shape[1]
     # A method whose tables depend on the length has to see the whole sequence at once.
     if length <= CHUNK or model.pos.set_length(CHUNK) != model.pos.set_length(length):
-        return model(x, y, positions, reduction="none")
+        return model(x, y, reduction="none")
     cache = inference.KVCache(capacity=length)
     losses = []
     for start in range(0, length, CHUNK):
         chunk = slice(start, start + CHUNK)
-        pos = None if positions is None else positions[..., chunk]
-        losses.append(model(x[:, chunk], y[:, chunk], pos, cache=cache, reduction="none"))
+        losses.append(model(x[:, chunk], y[:, chunk], cache=cache, reduction="none"))
     return torch.cat(losses, 1)
 
 
@@ -150,8 +148,7 @@ def sequence_losses(model, split, length, sequences, dtype=torch.float32):
         batch = sequences[i : i + batch_size]
         x, y = read_sequences(split, length, batch)
         with evaluation_mode(model, dtype) as device:
-            positions = data.random_positions(model.config, len(x), length, batch[0][1])
-            losses = token_losses(model, x.to(device), y.to(device), positions)
+            losses = token_losses(model, x.to(device), y.to(device))
         yield batch, x, y, losses.cpu().double()
 
 

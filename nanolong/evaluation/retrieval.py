@@ -125,10 +125,9 @@ def answer_prompts(model, prompts, dtype, seed):
 def answer_batch(model, prompts, device, seed):
     """Answer prompts of equally many tokens: (whether it is right, nats) of each."""
     x, y = (torch.from_numpy(np.stack(column)).to(device) for column in zip(*prompts, strict=True))
-    positions = data.random_positions(model.config, len(x), x.shape[1], seed)
     # Only the answer needs logits.
     n_answer = x.shape[1] - int((y >= 0).any(0).int().argmax())
-    hidden_states = model.hidden_states(x, positions)
+    hidden_states = model.hidden_states(x)
     logits = model.head(hidden_states[:, -n_answer:]).float()  # (B, n_answer, V)
     answer = y[:, -n_answer:]
     inference.check_logits(logits)

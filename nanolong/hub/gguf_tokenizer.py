@@ -5,7 +5,6 @@ tokens and the name of a pre-tokenizer, which stands for how text is split befor
 The patterns come from the models' own tokenizer.json files; llama.cpp has the same.
 """
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 

@@ -131,6 +131,24 @@ def compute(c, p, layer_type=None):
 # Writing
 
 
+def check_method(method, options):
+    """Refuse a method of RoPE that no config describes."""
+    known = rope_scaling.OPTIONS
+    require(method in known, f"there is no method {method!r}: give --method={', '.join(known)}")
+    # longrope has two tables; ntk-lceg follows the context length, not the text
+    is_dynamic = "length" in known[method] and method not in ("longrope", "ntk-lceg")
+    is_dynamic &= "length" not in options
+    require(
+        method not in rope_scaling.ATTENTION,
+        f"method {method!r} replaces attention, which no config describes: extend by --method=yarn",
+    )
+    require(
+        not is_dynamic,
+        f"method {method!r} follows the length of the text, and a config has fixed frequencies: "
+        "extend by a static --method such as yarn, or fix the length by --options=length=N",
+    )
+
+
 def write_rope(config, pos, family):
     """Return rope_parameters with the frequencies of a RoPE, and the factor of cos and sin there.
 

@@ -179,7 +179,9 @@ def export_to(model, target, verify=True, tokenizer_from=""):
         write_folder(part, load_theirs(c, stored), tokenizer)
         kind = by_kind(getattr(c, "rope_parameters", None))[0].get("rope_type", "none")
         name = str(dtype).removeprefix("torch.")
-        print(f"{target}: {c.model_type}, rope_type {kind}, {model.config.block_size} tokens, {name}")
+        print(
+            f"{target}: {c.model_type}, rope_type {kind}, {model.config.block_size} tokens, {name}"
+        )
         report = []
         if verify:  # the written folder is read again
             found = read_folder(part)
