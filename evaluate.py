@@ -261,8 +261,10 @@ def evaluate(cfg, given, paths):
     bits = comparison.over_seeds(scoring.in_bits_per_byte(records), arms)
     shown = comparison.over_seeds(records, arms)
     comparison.compare(shown, list(arms))
-    if file:
-        log.write_lines(Path(file), [*records, *(record for record in shown if "seeds" in record)])
+    if cfg.json:
+        log.write_lines(
+            Path(cfg.json), [*records, *(record for record in shown if "seeds" in record)]
+        )
     unequal = comparison.describe_unequal(models, arms)
     others = comparison.describe_other_tokens(records, texts, cfg.max_tokens)
     unequal += others

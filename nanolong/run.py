@@ -34,7 +34,9 @@ from nanolong import entry, parallel
 from nanolong.errors import UserError, require
 from nanolong.strict_json import from_json, replace_text, to_json
 
-FORMAT = 5  # of checkpoints, in meta.json; in format 4 only t5 was different
+FORMAT = 6  # of checkpoints, in meta.json
+# older formats, and the last commit that reads each
+READ_BY = {5: "b046c6d", 4: "b046c6d"}
 # Settings that a resumed run does not take over, and their defaults.
 OF_ONE_COMMAND = {"stop_at": 0, "overwrite": False, "entry": (), "text": "", "out_dir": ""}
 
@@ -245,15 +247,17 @@ def read_meta(folder):
         meta = from_json(file.read_text(encoding="utf-8"))
         # the meta.json of a dataset has none
         version = meta["format"] if "vocab_size" not in meta else None
-        is_read = version == FORMAT or (version == 4 and meta["config"]["pos"] != "t5")
+        is_read = version == FORMAT
         intact = not is_read or meta["checksums"]["meta.json"] == checksum_of_meta(meta)
+        commit = READ_BY.get(version)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise damaged(file, error) from None
     require(version is not None, f"{folder} is a dataset, and no checkpoint: give a run folder")
+    reader = f"commit {commit}, the last that reads it" if commit else "the version that wrote it"
     require(
         is_read,
-        f"{file} has format {version!r:.20}, and this version reads {FORMAT}, and 4 but for t5, "
-        "whose buckets have changed: use the version of nanoLong that wrote it, or train again",
+        f"{file} has format {version!r:.20}, and this version reads {FORMAT}: use {reader}, or "
+        "train again",
     )
     if not intact:
         raise damaged(file, "it was edited or cut off: its checksum is not the one that it holds")

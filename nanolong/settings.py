@@ -120,6 +120,13 @@ def preset_names():
 # names that other programs use, and people type
 ALIASES = {"lr": "learning_rate", "position": "pos", "pos_emb": "pos", "steps": "max_iters"}
 
+# settings of earlier versions: what went, and what to do instead
+GONE = {
+    "parallel": "nanoLong trains by DDP; for sharding see torchtitan",
+    "sequence_parallel": "a sequence is on one GPU; for longer ones see torchtitan",
+    "random_positions": "train with extend.py --pose=true",
+}
+
 
 def convert(name, value, hints, where="the earlier run"):
     """Convert a value, text or of TOML or JSON, to the type of a setting.
@@ -127,6 +134,7 @@ def convert(name, value, hints, where="the earlier run"):
     where: the beginning of the error message. Numbers must be finite and not negative.
     """
     if name not in hints:
+        require(name not in GONE, f"--{name} went: {GONE.get(name)}")
         similar = difflib.get_close_matches(name, hints, 1)
         is_typo = bool(difflib.get_close_matches(name, similar, 1, cutoff=0.9))
         advice = f"did you mean --{similar[0]}?" if similar else "--help lists them all"

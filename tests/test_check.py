@@ -56,6 +56,7 @@ class FakeKernels:
         return eager.attention(q, k, v, **options)
 
     rope = staticmethod(eager.rope)
+    row_losses = staticmethod(eager._row_losses)
 
 
 @pytest.fixture
@@ -63,6 +64,7 @@ def fakes(monkeypatch):
     fakes = FakeKernels()
     monkeypatch.setattr(kernels, "flash", fakes, raising=False)
     monkeypatch.setitem(sys.modules, "kernels.rotary", fakes)
+    monkeypatch.setitem(sys.modules, "kernels.loss", fakes)
     monkeypatch.setattr(kernels, "_can_run", lambda device: True)
     monkeypatch.setattr(kernels, "_is_allowed", True)
     monkeypatch.setenv("NANOLONG_CHECK", "1")
@@ -126,7 +128,7 @@ import torch.distributed as dist
 from test_check import CPU, FakeKernels, check, kernels, make_model, wrong_scale
 
 dist.init_process_group("gloo")
-kernels.flash = sys.modules["kernels.rotary"] = fakes = FakeKernels()
+kernels.flash = sys.modules["kernels.rotary"] = sys.modules["kernels.loss"] = fakes = FakeKernels()
 kernels._can_run = lambda device: True
 fakes.fault = wrong_scale if dist.get_rank() else None
 chosen = check.choose_kernels(make_model(), CPU, torch.float32)

@@ -159,5 +159,7 @@ def test_tokens_of_another_shape_are_answered_by_the_right_one(make):
     with pytest.raises(AssertionError, match=r"\(3,\): give \(B, T\)"):
         model(torch.tensor([1, 2, 3]))
     for prompt in ("def", ["def"], [1, 2, 3], torch.tensor([1, 2]), [[1.5]], 5, None, [[[1]]]):
-        with pytest.raises(UserError, match=r"int64 tensor \(B, T\), at least one a row"):
+        with pytest.raises(
+            UserError, match=r"int64 tensor \(B, T\), with at least one token in a row"
+        ):
             model.generate(prompt, 5)

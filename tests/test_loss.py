@@ -146,9 +146,9 @@ def losses_in_chunks(model, monkeypatch, chunk=16):
 
     model.hidden_states = recorded
     with torch.no_grad():
-        at_once = loss.token_losses(model, x, y, positions)
+        at_once = loss.token_losses(model, x, y)
         monkeypatch.setattr(loss, "CHUNK", chunk)
-        in_chunks = loss.token_losses(model, x, y, positions)
+        in_chunks = loss.token_losses(model, x, y)
     assert lengths[0] == 45
     return at_once, in_chunks, lengths[1:]
 

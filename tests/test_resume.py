@@ -192,7 +192,7 @@ def test_a_resumed_run_keeps_its_settings_but_for_those_that_are_given(call, wor
     """What `auto` meant, too: dtype and compilation are in meta.json."""
     assert_success(call(*words, "--dtype=auto", "--compile=auto"))
     trained = GPT.load(tmp_path / "run").meta["train"]
-    assert trained["dtype"] in ("float32", "bfloat16") and trained["compile"] == "false"
+    assert trained["dtype"] in ("float32", "bfloat16") and trained["compile"] is False
     assert_refused(call(*words, "--init_from=resume", "--pos=alibi"), "pos=rope", "leave --pos out")
     resume = ["train.py", f"--out_dir={tmp_path}/run", "--init_from=resume"]
     assert_success(call(*resume, "--max_iters=12", "--learning_rate=0.001"))

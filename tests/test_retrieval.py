@@ -38,7 +38,7 @@ class Oracle(torch.nn.Module):
             for inputs, targets in retrieval.make_prompts(record, data.ByteTokenizer(), 256, True):
                 self.answers[tuple(inputs)] = targets
 
-    def hidden_states(self, x, positions):
+    def hidden_states(self, x):
         logits = torch.zeros(*x.shape, 257)
         for i, row in enumerate(x.tolist()):
             self.prompts.append(tuple(row))

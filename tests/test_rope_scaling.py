@@ -251,7 +251,7 @@ def test_many_queries_at_once_equal_chunks(method, options, make, monkeypatch):
 def test_jet_long_samples_texts_of_equal_length_uncompiled(make):
     model = build(make, DEEP, "jet-long", 4, {})
     for prompts, options, problem in (
-        ([[1, 2], [3]], {}, "prompts of unequal length cannot"),
+        ([[1, 2], [3]], {}, "is not a batch of prompts .*: give token ids"),
         ([[1, 2]], {"compiled": True}, "leave out --compile"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -266,7 +266,7 @@ def test_jet_long_samples_texts_of_equal_length_uncompiled(make):
 @pytest.mark.parametrize("method", ["self-extend", "lm-infinite"])
 def test_compiled_steps_with_far_keys_sample_the_same_tokens(method, make, compiled_graphs):
     model = build(make, DEEP, method, 4, {})
-    prompts = [torch.randint(0, 50, (n,)) for n in (90, 9)]
+    prompts = torch.randint(0, 50, (2, 90))
     texts = [
         torch.cat(list(model.generate(prompts, 12, temperature=0, compiled=compiled)), 1)
         for compiled in (False, True)

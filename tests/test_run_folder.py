@@ -113,7 +113,7 @@ def test_what_cannot_be_read_here_is_refused(folder, monkeypatch):
     meta = json.loads(file.read_text())
     for change, message in (
         ({"config": {**meta["config"], "window": 5}}, "damaged"),
-        ({"format": 3}, "has format 3, and this version reads 5"),
+        ({"format": 3}, "has format 3, and this version reads 6: use the version that wrote it"),
     ):
         file.write_text(json.dumps({**meta, **change}))
         with pytest.raises(UserError, match=message):
@@ -123,19 +123,12 @@ def test_what_cannot_be_read_here_is_refused(folder, monkeypatch):
         GPT.load(folder / "step-000005")
 
 
-def test_format_4_is_read_but_for_t5(folder, make):
-    """A checkpoint of the version before, whose t5 had other buckets."""
-    make(pos="rope").save(folder / "step-000020")
-    for step, pos in (("step-000010", "t5"), ("step-000020", "rope")):
-        file = folder / step / "meta.json"
-        meta = json.loads(file.read_text()) | {"format": 4}
-        meta["checksums"]["meta.json"] = runs.checksum_of_meta(meta)
-        file.write_text(json.dumps(meta))
-        if pos == "rope":
-            assert GPT.load(folder / step).config.pos == "rope"
-            continue
-        with pytest.raises(UserError, match="format 4, .*t5, whose buckets have changed: use"):
-            GPT.load(folder / step)
+@pytest.mark.parametrize("version", [4, 5])
+def test_an_older_checkpoint_names_the_commit_that_reads_it(version, folder):
+    file = folder / "step-000010/meta.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": version}))
+    with pytest.raises(UserError, match=f"format {version}, .* use commit b046c6d, the last"):
+        GPT.load(folder)
 
 
 def test_a_full_disk_names_what_is_whole_and_leaves_nothing(folder, make, monkeypatch):

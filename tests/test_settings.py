@@ -107,7 +107,7 @@ def test_a_bad_preset_is_named(tmp_path):
 
 @pytest.mark.parametrize("preset", settings.preset_names())
 def test_every_preset_of_the_project_is_valid(preset):
-    extends = preset in ("finetune_public.toml", "smollm2_64k.toml", "llama3_128k.toml")
+    extends = preset in ("finetune_public.toml", "smollm2_64k.toml")
     classes = {"model_config": GPTConfig, "cfg": ExtendConfig if extends else TrainConfig}
     args = settings.parse(**classes, argv=[preset])
     assert settings.parse(**classes, argv=[f"config/{preset}"]) == args
