@@ -11,7 +11,7 @@ export: a run folder becomes a folder that transformers' AutoModelForCausalLM lo
 logits and the tokenizer files that it was imported with. llama.cpp makes a GGUF file of it.
 
 Both compare the logits with transformers', which has to be installed (pip install -r
-requirements-hf.txt). docs/huggingface.md lists the families. What has no equivalent on the other
+requirements-hf.txt). docs/checkpoints.md lists the families. What has no equivalent on the other
 side is refused. Only JSON, safetensors and GGUF are read, and of a ckpt.pt tensors and numbers.
 """
 

@@ -276,7 +276,7 @@ def read_tokens(model, tokens):
         tokens = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tokens]
     try:
         tokens = torch.as_tensor(tokens)
-    except (TypeError, ValueError) as error:  # a text, or rows of unequal length
+    except (TypeError, ValueError, RuntimeError) as error:  # a text, or rows of unequal length
         raise UserError(f"{tokens!r:.40} is not a batch of prompts ({error}): {remedy}") from None
     found = f"the prompts have the shape {tuple(tokens.shape)} and {tokens.dtype}"
     has_ids = tokens.dim() == 2 and tokens.numel() and not tokens.is_floating_point()
