@@ -42,6 +42,9 @@ MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
     ("--norm_eps=1e39", "finite in float32"),
 ]
 TRAINING = [
+    ("--parallel=fsdp", "--parallel went: nanoLong trains by DDP", "torchtitan"),
+    ("--sequence_parallel=2", "--sequence_parallel went", "torchtitan"),
+    ("--random_positions=512", "--random_positions went", "--pose=true"),
     ("--learning_rat=1", "--learning_rate"),
     ("--batch_size=0", "at least 1"),
     ("--beta2=1", "below 1"),
