@@ -6,12 +6,10 @@
     python data/prepare.py my.txt --tokenizer=gpt2 --name=mine   a text file, or a folder of them
     python data/prepare.py my.txt --tokenizer=bpe --vocab_size=4096      a vocabulary of its own
     python data/prepare.py --task=niah:1,vt:0.5 --length=256     documents that hide their answer
-    python data/prepare.py chats.jsonl --tokenizer=out/smollm2   conversations, by a chat template
 
 Of a folder whole files are validation, by a hash of their path; of fewer than 20 files it is the
-last tenth of each. Of a file of JSON, a list or lines, the "text" of every row is a document, or
-its "messages" are a conversation: whole ones are validation, and only the assistant's answers are
-scored. --task makes the documents of data/tasks.py, of which only the answers are scored.
+last tenth of each. Of a file of JSON, a list or lines, the "text" of every row is a document.
+--task makes the documents of data/tasks.py, of which only the answers are scored.
 """
 
 import math
@@ -31,7 +29,7 @@ from nanolong import settings  # isort: skip (first: it refuses an old Python)
 from data import tasks, texts
 from data.token_files import read_fractions
 from data.tokenizer import BPETokenizer, ByteTokenizer, tokenizer_from_json
-from nanolong import chat, tokenizer_files
+from nanolong import tokenizer_files
 from nanolong.errors import UserError, require, run_main
 
 
@@ -61,50 +59,12 @@ def prepare_text(path, name="", **options):
     path = Path(path)
     is_there = path.is_file() or path.is_dir()
     require(is_there, f"there is no file or folder {path}: give the path of a text")
-    if path.is_file() and texts.is_chat(path):
-        return prepare_chat(path, name, **options)
     files = {path.name: path}
     if path.is_dir():
         # neither hidden files nor those in hidden folders
         files = texts.files_in(path, "*")
         files = {name: file for name, file in files.items() if "/." not in f"/{name}"}
     return texts.build(name or path.stem, files, path.resolve().name, **options)
-
-
-def prepare_chat(path, name="", tokenizer="", val_fraction=0.1):
-    """Make data/<name> from a file of conversations, of which the answers are scored.
-
-    tokenizer: tokenizer of a model with a chat template. Raises UserError.
-    """
-    folder = texts.new_folder(name or path.stem, val_fraction)
-    has_template = not isinstance(tokenizer, str) and chat.find_template(tokenizer) is not None
-    require(
-        has_template,
-        f"{path} holds conversations, and the tokenizer has no chat template: give --tokenizer=RUN "
-        "of an Instruct model that was imported with its tokenizer_config.json or "
-        "chat_template.jinja",
-    )
-    n_scored = {"train": 0, "val": 0}
-    sizes = {"train": [], "val": []}
-
-    def encode():
-        for split, number, messages in texts.split_rows(path, val_fraction):
-            try:
-                ids, is_scored = chat.encode_conversation(tokenizer, messages)
-            except UserError as error:
-                raise UserError(f"{path}:{number}: {error}") from None
-            n_scored[split] += int(is_scored.sum())
-            sizes[split].append(len(ids))
-            yield split, ids, is_scored
-        remedy = "give more, or another --val_fraction"
-        require(sizes["train"], f"all conversations of {path} are validation: {remedy}")
-
-    texts.write_files(folder, tokenizer, encode(), {"source": path.name}, masked=True)
-    for split, lengths in sizes.items():
-        n = f"{len(lengths):,} {split} conversations of {sum(lengths):,} tokens"
-        scored = f"{n_scored[split]:,} of them scored"
-        print(f"{folder}: {n}, {scored}; the longest has {max(lengths):,} tokens")
-    return folder
 
 
 def prepare_tasks(

@@ -1,8 +1,7 @@
 """From texts to a dataset: data/NAME/ with train.bin, val.bin and meta.json.
 
-A text is UTF-8 without zero bytes. A document is a file, or a row of JSON: a text, or a
-conversation, of which prepare.py makes a dataset by the chat template of a model. Texts are
-read and encoded in parts, into the open token files, so that memory does not grow with them. They
+A text is UTF-8 without zero bytes. A document is a file, or a row of JSON. Texts are read and
+encoded in parts, into the open token files, so that memory does not grow with them. They
 are read as they are, without a byte order mark: line ends are not translated.
 """
 
@@ -46,11 +45,7 @@ FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 FEW_DOCUMENTS = 20
 PART = 1 << 20  # characters or bytes that are read and encoded at once
 ROWS = (".json", ".jsonl", ".ndjson")  # endings of files whose rows are documents
-ROWS_REMEDY = (
-    'write a list, or a row a line, each with a "text", or each with "messages" of '
-    '{"role": ..., "content": ...}, or name it .txt'
-)
-ROLES = ("system", "user", "assistant")
+ROWS_REMEDY = 'write a list, or a row a line, each with a "text", or name it .txt'
 # where most vocabularies end a token: before a word, after a line, and after a mark of Chinese
 CUTS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=\S\n)(?=\S)|(?<=[。，、])(?=\w)")
 
@@ -147,9 +142,6 @@ def open_documents(name, path, as_bytes=False):
     """
     if path.suffix.lower() in ROWS:
         for number, text in read_rows(path):
-            problem = f'JSON with the "messages" of conversations, as in row {number}'
-            remedy = "train on the file by python data/prepare.py FILE --tokenizer=RUN"
-            require(isinstance(text, str), f"{problem}: {remedy}")
             stream = io.BytesIO(text.encode()) if as_bytes else io.StringIO(text, newline="")
             yield f"{name}:{number}", stream
         return
@@ -159,21 +151,11 @@ def open_documents(name, path, as_bytes=False):
         yield name, f
 
 
-def is_chat(path):
-    """Whether a text is conversations: rows of JSON, the first of which has "messages"."""
-    if path.suffix.lower() not in ROWS or why_no_text(path):
-        return False
-    with contextlib.suppress(UserError):
-        return isinstance(next(read_rows(path), (0, ""))[1], list)
-    return False
-
-
 def read_rows(path):
-    """Yield the number of each row of a file of JSON, and its text or its list of messages.
+    """Yield the number of each row of a file of JSON, and its text.
 
     If the file begins with [, it is one list of rows, which is read whole; else a row is a line. A
-    row is a text, or has a "text", or "messages", as all the others then do. Raises UserError for
-    another row, and for invalid JSON.
+    row is a text, or has a "text". Raises UserError for another row, and for invalid JSON.
     """
     with open(path, encoding="utf-8-sig") as f:
         is_list = f.read(4096).lstrip().startswith("[")
@@ -184,54 +166,14 @@ def read_rows(path):
         else:
             place = "line"
             rows = ((n, parse_json(line, n)) for n, line in enumerate(f, 1) if line.strip())
-        kind = ""
         for number, row in rows:
-            row = row if isinstance(row, dict) else {"text": row}
-            # of the first row, and so of all
-            kind = kind or ("messages" if "messages" in row else "text")
-            problem = why_no_row(row, kind)
-            require(not problem, f"JSON {problem} in {place} {number}: {ROWS_REMEDY}")
-            messages = row[kind] if kind == "messages" else [{"content": row[kind]}]
-            parts = [message["content"] for message in messages]
-            half = any(re.search("[\ud800-\udfff]", part) for part in parts)
+            text = row.get("text") if isinstance(row, dict) else row
+            problem = f'JSON without a "text" in {place} {number}'
+            require(isinstance(text, str), f"{problem}: {ROWS_REMEDY}")
             problem = f"JSON with half a surrogate pair, which is no character, in {place} {number}"
+            half = re.search("[\ud800-\udfff]", text)
             require(not half, f"{problem}: remove it, or write the other half")
-            yield number, row[kind]
-
-
-def why_no_row(row, kind):
-    """Say why a row of JSON lacks what its file has, "text" or "messages"; None if it has it."""
-    if {"text", "messages"} <= row.keys():
-        return 'with both "text" and "messages"'
-    value = row.get(kind)
-    if kind == "text":
-        return None if isinstance(value, str) else 'without a "text"'
-    if kind not in row:
-        return 'without "messages"'
-    if not isinstance(value, list) or not value:
-        return 'with "messages" that are empty, or no list'
-    for message in value:
-        entries = message if isinstance(message, dict) else {}
-        if not all(isinstance(entries.get(name), str) for name in ("role", "content")):
-            return 'with a message whose "role" or "content" is no text'
-        if message["role"] not in ROLES:
-            return f"with the role {message['role']!r}, which is none of {', '.join(ROLES)},"
-    if all(message["role"] != "assistant" for message in value):
-        return "without a message of the assistant"
-    return None
-
-
-def split_rows(path, val_fraction):
-    """Yield "train" or "val", the number and the content of each of read_rows(): whole rows are
-    validation, by a hash of their names, and at least one is.
-    """
-    try:
-        fractions = [hash_name(f"{path.name}:{number}") for number, _ in read_rows(path)]
-    except UserError as error:
-        raise UserError(f"{path} is {error}") from None
-    limit = max(val_fraction, min(fractions))
-    for (number, content), fraction in zip(read_rows(path), fractions, strict=True):
-        yield "val" if fraction <= limit else "train", number, content
+            yield number, text
 
 
 def parse_json(text, line):

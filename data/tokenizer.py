@@ -209,15 +209,11 @@ class ImportedTokenizer(Tokenizer):
 
     def encode_with_special_tokens(self, text):
         """Encode a text in which the text of a special token stands for it."""
-        return self.find_tokens(text).ids
-
-    def find_tokens(self, text):
-        """Do as encode_with_special_tokens(): a tokenizers.Encoding, which has `offsets`, too."""
         self.package.encode_special_tokens = False
         try:
             with rust_errors(*CANNOT_ENCODE):
                 text.encode()
-                return self.package.encode(text, add_special_tokens=False)
+                return self.package.encode(text, add_special_tokens=False).ids
         finally:
             self.package.encode_special_tokens = True
 

@@ -41,7 +41,6 @@ NOT_RUN = {
     "hf.py import": "it needs a public checkpoint: test_hub.py and test_gguf.py write such files",
     ".gguf": "it needs a tokenizer that llama.cpp has: test_gguf.py has some",
     "--chat": "it needs a chat template: test_chat.py has some",
-    "chats": "it needs a chat template: test_chat.py has some",
 }
 SHORT = {
     "train.py": [*TINY, "--n_kv_head=0"],
