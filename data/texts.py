@@ -1,17 +1,13 @@
 """From texts to a dataset: data/NAME/ with train.bin, val.bin and meta.json.
 
-A text is UTF-8 without zero bytes. A document is a file, or a row of JSON. Texts are read and
-encoded in parts, into the open token files, so that memory does not grow with them. They
-are read as they are, without a byte order mark: line ends are not translated.
+A text is UTF-8 without zero bytes. A document is a file, or a row of JSON. Texts are read into
+memory as they are, without a byte order mark: line ends are not translated.
 """
 
 import codecs
 import contextlib
 import hashlib
-import io
-import itertools
 import json
-import math
 import os
 import platform
 import re
@@ -19,7 +15,6 @@ import shutil
 import sysconfig
 import tempfile
 import urllib.request
-from array import array
 from pathlib import Path
 
 import numpy as np
@@ -43,13 +38,8 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 # Of fewer documents than this the end of each is validation, and no whole one.
 FEW_DOCUMENTS = 20
-PART = 1 << 20  # characters or bytes that are read and encoded at once
 ROWS = (".json", ".jsonl", ".ndjson")  # endings of files whose rows are documents
 ROWS_REMEDY = 'write a list, or a row a line, each with a "text", or name it .txt'
-# where most vocabularies end a token: before a word, after a line, and after a mark of Chinese
-CUTS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=\S\n)(?=\S)|(?<=[。，、])(?=\w)")
-
-
 # -----------------------------------------------------------------------------
 # Texts that need no text from the user
 
@@ -127,28 +117,24 @@ def download(url, file, instruction):
 def why_no_text(path):
     """Say why a file is no text, UTF-8 without zero bytes, and the remedy; None if it is one."""
     problem = "not UTF-8"
-    with contextlib.suppress(UnicodeDecodeError), open(path, encoding="utf-8", newline="") as f:
-        parts = iter(lambda: f.read(PART), "")
-        if not any("\0" in part for part in parts):
-            return None if path.stat().st_size else "empty: give a text"
+    content = path.read_bytes()
+    with contextlib.suppress(UnicodeDecodeError):
+        if "\0" not in content.decode():
+            return None if content else "empty: give a text"
         problem = "not UTF-8 text, for it has zero bytes"
     return f"{problem}: unpack it, convert it by iconv, or write its texts to a .jsonl file"
 
 
-def open_documents(name, path, as_bytes=False):
-    """Yield the name of each document of a file, and a stream of its characters or bytes.
+def read_documents(name, path, as_bytes=False):
+    """Return the documents of a file: (name, text or bytes) of each.
 
     The file is a text by why_no_text(), unless as_bytes. Raises UserError as read_rows().
     """
     if path.suffix.lower() in ROWS:
-        for number, text in read_rows(path):
-            stream = io.BytesIO(text.encode()) if as_bytes else io.StringIO(text, newline="")
-            yield f"{name}:{number}", stream
-        return
-    with open(path, "rb") if as_bytes else open(path, encoding="utf-8-sig", newline="") as f:
-        if as_bytes and f.read(3) != codecs.BOM_UTF8:
-            f.seek(0)
-        yield name, f
+        rows = read_rows(path)
+        return [(f"{name}:{n}", text.encode() if as_bytes else text) for n, text in rows]
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    return [(name, content if as_bytes else content.decode())]
 
 
 def read_rows(path):
@@ -185,35 +171,6 @@ def parse_json(text, line):
         raise UserError(f"no JSON in line {line}: {ROWS_REMEDY}") from None
 
 
-def read_parts(stream, bar, n=math.inf):
-    """Yield the next n bytes or characters of a stream, in parts that a progress bar counts."""
-    while n > 0:
-        part = stream.read(min(n, PART))
-        if not part:
-            break
-        n -= len(part)
-        bar.update(len(part))
-        yield part
-
-
-def survey(name, path, bar, as_bytes):
-    """Read a file: the sizes of its documents, their names as numbers in [0, 1), which are the same
-    on every machine, and how often it has the text of SEPARATOR. Raises UserError.
-    """
-    sizes = array("q")
-    hashes = array("d")
-    n_separators = 0
-    separator = SEPARATOR.encode() if as_bytes else SEPARATOR
-    for document, stream in open_documents(name, path, as_bytes):
-        size = 0
-        for part in read_parts(stream, bar):
-            size += len(part)
-            n_separators += part.count(separator)
-        sizes.append(size)
-        hashes.append(hash_name(document))
-    return sizes, hashes, n_separators
-
-
 def hash_name(document):
     """Return the number in [0, 1) that says whether a document of this name is validation."""
     digest = hashlib.sha256(document.encode("utf-8", "surrogateescape")).digest()
@@ -234,69 +191,53 @@ class Texts:
 
     Whole documents are validation, by a hash of their names; of few the end of each.
 
-    files: name -> path. as_bytes: whether documents are bytes, or characters. allows_all: take the
-    bytes of files that are no text, with a note. Reads all of them, and prints which are left out,
-    apart from empty ones. Raises UserError if there is no text.
+    files: name -> path. as_bytes: whether documents are bytes, or text. allows_all: take the bytes
+    of files that are no text, with a note. Prints which files are left out, apart from empty ones.
+    Raises UserError if there is no text.
     """
 
     def __init__(self, files, source, as_bytes, val_fraction, allows_all=False):
-        self.files = {}
-        self.as_bytes = as_bytes
+        self.files = []
         self.val_fraction = val_fraction
-        # of each document
-        self.sizes = array("q")
-        self.hashes = array("d")
-        n_separators = 0
+        self.documents = []  # (name, text or bytes)
         not_text = []
-        with self.progress("reading", sum(path.stat().st_size for path in files.values())) as bar:
-            for name, path in sorted(files.items()):
-                try:
-                    reason = why_no_text(path)
-                    takes_all = path.stat().st_size > 0 and path.suffix.lower() not in ROWS
-                    require(not reason or (allows_all and takes_all), reason)
-                    sizes, hashes, n = survey(name, path, bar, as_bytes)
-                except UserError as error:
-                    advice = ""
-                    if reason and takes_all:
-                        advice = ", or give --tokenizer=bytes for its bytes"
-                    require(len(files) > 1, f"{path} is {error}{advice}")
-                    if path.stat().st_size:
-                        print(f"left out {name} ({error})")
-                    continue
-                not_text += [name] if reason else []
-                n_separators += n
-                self.files[name] = path
-                self.sizes += sizes
-                self.hashes += hashes
+        for name, path in tqdm(sorted(files.items()), "reading", leave=False, disable=None):
+            try:
+                reason = why_no_text(path)
+                takes_all = path.stat().st_size > 0 and path.suffix.lower() not in ROWS
+                require(not reason or (allows_all and takes_all), reason)
+                documents = read_documents(name, path, as_bytes)
+            except UserError as error:
+                advice = ""
+                if reason and takes_all:
+                    advice = ", or give --tokenizer=bytes for its bytes"
+                require(len(files) > 1, f"{path} is {error}{advice}")
+                if path.stat().st_size:
+                    print(f"left out {name} ({error})")
+                continue
+            not_text += [name] if reason else []
+            self.files.append(name)
+            self.documents += documents
         if not_text:
             n = f"{len(not_text)} of {len(files)} files, such as {not_text[0]},"
             note(f"{n} are no text: their bytes are taken as they are")
-        note_separators(n_separators, source)
-        require(self.sizes, f"there is no text in {source}: give a file or folder that holds some")
-        self.are_few = len(self.sizes) < FEW_DOCUMENTS
+        separator = SEPARATOR.encode() if as_bytes else SEPARATOR
+        note_separators(sum(text.count(separator) for _, text in self.documents), source)
+        is_there = bool(self.documents)
+        require(is_there, f"there is no text in {source}: give a file or folder that holds some")
+        self.are_few = len(self.documents) < FEW_DOCUMENTS
 
-    def progress(self, what, total=0):
-        """Show on a terminal how many of the bytes or characters are done."""
-        settings = {"unit": "B", "unit_scale": True, "leave": False}
-        # disable=None: without a terminal
-        return tqdm(desc=what, total=total or sum(self.sizes), disable=None, **settings)
-
-    def documents(self, bar):
-        """Yield the training text of every document, and its validation text.
-
-        Each is "train" or "val" and an iterator of parts, to be read before the next.
-        """
-        # at least one document is validation
-        limit = max(self.val_fraction, min(self.hashes))
-        known = zip(self.sizes, self.hashes, strict=True)
-        for name, path in self.files.items():
-            for _, stream in open_documents(name, path, self.as_bytes):
-                size, fraction = next(known)
-                n_train = size if fraction > limit else 0
-                if self.are_few:
-                    n_train = int(size * (1 - self.val_fraction))
-                yield "train", read_parts(stream, bar, n_train)
-                yield "val", read_parts(stream, bar)
+    def parts(self):
+        """Yield "train" or "val", and the training or the validation text of each document."""
+        fractions = [hash_name(name) for name, _ in self.documents]
+        limit = max(self.val_fraction, min(fractions))  # at least one document is validation
+        documents = zip(self.documents, fractions, strict=True)
+        for (_, text), fraction in tqdm(documents, "encoding", leave=False, disable=None):
+            n_train = len(text) if fraction > limit else 0
+            if self.are_few:
+                n_train = int(len(text) * (1 - self.val_fraction))
+            yield "train", text[:n_train]
+            yield "val", text[n_train:]
 
 
 # -----------------------------------------------------------------------------
@@ -315,8 +256,7 @@ def build(name, files, source, tokenizer="", vocab_size=4096, val_fraction=0.1):
     texts = Texts(files, source, as_bytes, val_fraction, allows_all=tokenizer == "bytes")
     tokenizer = make_tokenizer(tokenizer, texts, vocab_size)
     about = {"source": source, "files": len(texts.files)}
-    with texts.progress("encoding") as bar:
-        n_tokens = write_dataset(folder, tokenizer, texts.documents(bar), about)
+    n_tokens = write_dataset(folder, tokenizer, texts.parts(), about)
     share = n_tokens["val"] / sum(n_tokens.values())
     part = f"the last {val_fraction:.0%} of each document" if texts.are_few else "whole documents"
     if abs(share - val_fraction) > val_fraction / 2:
@@ -326,7 +266,7 @@ def build(name, files, source, tokenizer="", vocab_size=4096, val_fraction=0.1):
         )
     print(
         f"{folder}: {n_tokens['train']:,} training and {n_tokens['val']:,} validation tokens "
-        f"({share:.1%}, {part}) from {len(texts.sizes):,} documents, vocabulary "
+        f"({share:.1%}, {part}) from {len(texts.documents):,} documents, vocabulary "
         f"{tokenizer.vocab_size}"
     )
     return folder
@@ -348,22 +288,15 @@ def make_tokenizer(name, texts, vocab_size):
     if name in ("", "bytes"):
         return ByteTokenizer()
     if name == "char":
-        characters = set()
-        with texts.progress("reading characters") as bar:
-            for _, parts in texts.documents(bar):
-                for part in parts:
-                    characters.update(part)
-        return CharTokenizer("".join(sorted(characters)), bos=len(texts.sizes) > 1)
+        characters = sorted(set().union(*(text for _, text in texts.documents)))
+        return CharTokenizer("".join(characters), bos=len(texts.documents) > 1)
     if name != "bpe":
         return name
     # of a larger one the library would allocate all memory
     limits = f"at least 257, the bytes and <|endoftext|>, and at most {1 << 20}"
     is_possible = 257 <= vocab_size <= 1 << 20
     require(is_possible, f"--vocab_size={vocab_size} is not possible: give {limits}")
-    with texts.progress("training the tokenizer") as bar:
-        documents = texts.documents(bar)
-        training = (parts for split, parts in documents if split == "train")
-        return train_bpe(itertools.chain.from_iterable(training), vocab_size)
+    return train_bpe((text for split, text in texts.parts() if split == "train"), vocab_size)
 
 
 def train_bpe(texts, vocab_size: int) -> ImportedTokenizer:
@@ -388,57 +321,31 @@ def train_bpe(texts, vocab_size: int) -> ImportedTokenizer:
     return ImportedTokenizer({"tokenizer.json": bpe.to_str().encode()}, bpe.token_to_id(SEPARATOR))
 
 
-def encode_parts(tokenizer, parts):
-    """Encode a document that comes in parts: yield ids. None of its parts is empty."""
-    rest, number = "", None
-    for number, part in enumerate(parts):
-        if number == 0 and tokenizer.bos is not None:
-            yield [tokenizer.bos]
-        if isinstance(part, bytes):
-            yield np.frombuffer(part, np.uint8)
-            continue
-        rest += part
-        cut = find_cut(rest, tokenizer) if len(rest) >= PART else None
-        if cut:
-            yield tokenizer.encode(rest[:cut])
-            # a space that encode() puts before a text takes the place of the one that is there
-            rest = rest[cut + tokenizer.added_bytes :]
-    if rest:
-        yield tokenizer.encode(rest)
+def encode_document(tokenizer, text):
+    """Encode a document between the tokens that start and end it."""
+    if isinstance(text, bytes):
+        ids = np.frombuffer(text, np.uint8)
+    else:
+        ids = np.array(tokenizer.encode(text), np.int64)
+    start = [] if tokenizer.bos is None else [tokenizer.bos]
     # a document that ends at another token than the next one's first ends with it
-    if number is not None and tokenizer.eos is not None:
-        yield [tokenizer.eos]
+    end = [] if tokenizer.eos is None else [tokenizer.eos]
+    return np.concatenate([np.array(part, np.int64) for part in (start, ids, end)])
 
 
-def find_cut(text, tokenizer):
-    """Return where a text can be cut, so that its parts encode as the whole does, or None."""
-    for match in itertools.islice(CUTS.finditer(text, len(text) // 2), 100):
-        cut = match.start()
-        left, right = text[cut - 100 : cut], text[cut : cut + 100]
-        both = tokenizer.encode(left) + tokenizer.encode(right[tokenizer.added_bytes :])
-        if both == tokenizer.encode(left + right):
-            return cut
-    return None
-
-
-def write_dataset(folder, tokenizer, documents, about):
+def write_dataset(folder, tokenizer, parts, about):
     """Write a dataset of texts, complete or not at all.
 
-    documents: pairs of "train" or "val" and a document's parts; about: other keys of meta.json.
-    Returns the number of tokens of each split.
+    parts: pairs of "train" or "val" and a text or bytes; about: other keys of meta.json. Returns
+    the number of tokens of each split.
     """
     n_bytes = {"train": 0, "val": 0}
 
-    def count(split, parts):
-        for part in parts:
-            n_bytes[split] += len(part if isinstance(part, bytes) else part.encode())
-            yield part
-
     def encode():
-        # in the order of the text, so that each part of it is read once
-        for split, parts in documents:
-            for ids in encode_parts(tokenizer, count(split, parts)):
-                yield split, ids
+        for split, text in parts:
+            if text:
+                n_bytes[split] += len(text if isinstance(text, bytes) else text.encode())
+                yield split, encode_document(tokenizer, text)
         for split, n in n_bytes.items():
             remedy = "give more text, or another --val_fraction"
             require(n, f"there is too little text for {split}.bin: {remedy}")

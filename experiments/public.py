@@ -208,9 +208,7 @@ class Checkpoints:
         if not dataset.exists():
             source = "the standard library without its long modules"
             library = texts.Texts(modules, source, as_bytes=False, val_fraction=0.1)
-            with library.progress("encoding") as bar:
-                documents = library.documents(bar)
-                texts.write_dataset(dataset, self.tokenizer, documents, {"source": source})
+            texts.write_dataset(dataset, self.tokenizer, library.parts(), {"source": source})
         method, options = METHODS[arm.partition("+")[0]]
         words = [f"--{name}={value}" for name, value in self.training_settings(arm).items()]
         words += [f"--options={','.join(f'{k}={v}' for k, v in options.items())}"]

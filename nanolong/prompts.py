@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from data import encode_prompt
-from data.texts import ROWS, open_documents, why_no_text
+from data.texts import ROWS, read_documents, why_no_text
 from nanolong import chat
 from nanolong.errors import UserError, note, require
 
@@ -48,7 +48,7 @@ def texts_of_file(path, are_many):
     try:
         reason = why_no_text(path)
         require(not reason, reason)
-        texts = [stream.read() for _, stream in open_documents(path.name, path, as_bytes=True)]
+        texts = [text for _, text in read_documents(path.name, path, as_bytes=True)]
     except UserError as error:
         raise UserError(f"{path} is {error}") from None
     if path.suffix.lower() not in ROWS:

@@ -1,4 +1,4 @@
-"""Conversations: ids and ends against transformers' AutoTokenizer, refusals, and sample.py --chat."""
+"""Conversations: ids and ends against transformers' AutoTokenizer, and sample.py --chat."""
 
 import json
 import sys

@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, assert_refused, assert_success, content, run_python, wait_for
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import data
 from data import texts
@@ -85,32 +83,6 @@ def test_texts_are_read_as_they_are(tmp_path, data_folder):
         meta = json.loads((folder / "meta.json").read_text())
         assert sum(meta["bytes"].values()) == len(content)
         assert dataset.bytes_scale == text.bytes_scale == 1
-
-
-class SplitsWords:
-    """A tokenizer of words with the space before them, which a cut in the middle would change."""
-
-    def __init__(self, added_bytes):
-        self.added_bytes = added_bytes
-        self.bos = self.eos = None
-
-    def encode(self, text):
-        return re.findall(r"\s*\S+|\s+", " " * self.added_bytes + text)
-
-
-@given(
-    st.text(alphabet="ab, \n。x", max_size=400),
-    st.integers(1, 80),
-    st.integers(0, 1),
-)
-@settings(deadline=None, max_examples=200)
-def test_parts_encode_to_what_the_whole_does(text, size, added_bytes):
-    tokenizer = SplitsWords(added_bytes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "PART", size)
-        parts = [text[i : i + size] for i in range(0, len(text), size)]
-        ids = [token for ids in texts.encode_parts(tokenizer, parts) for token in ids]
-    assert ids == (tokenizer.encode(text) if text else [])
 
 
 def write_folder(folder):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from data import Dataset, Split, Text, has_masks, split_mixture, tokenizer_from_json
-from data.texts import note_separators, open_documents, why_no_text
+from data.texts import note_separators, read_documents, why_no_text
 from data.tokenizer import SEPARATOR
 from nanolong import devices
 from nanolong.errors import UserError, note, require
@@ -74,7 +74,7 @@ class TextFile(Text):
         reason = why_no_text(path)
         try:
             require(not reason, reason)
-            texts = [stream.read() for _, stream in open_documents(path.name, path)]
+            texts = [text for _, text in read_documents(path.name, path)]
             require(texts, "empty: give a text")
         except UserError as error:
             raise UserError(f"--text={file} is {error}") from None
