@@ -19,7 +19,6 @@ from nanolong import settings  # isort: skip (first: it refuses an old Python)
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Literal
 
 from model import GPT, POSITIONS
 from nanolong import entry
@@ -28,8 +27,6 @@ from nanolong.errors import require, run_main
 
 @dataclass
 class HFConfig:
-    # import: dtype of the matrices; a model that has bfloat16 keeps it
-    store: Literal["auto", "float32", "bfloat16"] = "auto"
     # take the tokenizer files of this Hugging Face folder in place of the model's own; export: also
     # none, which then works on token ids only
     tokenizer: str = ""
@@ -44,7 +41,7 @@ class HFConfig:
 
 
 # setting -> what it is for
-PURPOSES = {"best": "export", "entry": "export", "context_length": "import", "store": "import"}
+PURPOSES = {"best": "export", "entry": "export", "context_length": "import"}
 
 
 def main(argv=None):
@@ -67,7 +64,7 @@ def main(argv=None):
     for name in sorted(args.given & PURPOSES.keys()):
         require(PURPOSES[name] == direction, f"--{name} is not for {direction}: leave it out")
     if direction == "import":
-        options = (cfg.store, cfg.tokenizer, cfg.verify, cfg.context_length)
+        options = (cfg.tokenizer, cfg.verify, cfg.context_length)
         transfer.import_to(GPT, source, target, *options)
         return
     entry.load_entries(cfg.entry, POSITIONS)

@@ -125,6 +125,7 @@ GONE = {
     "parallel": "nanoLong trains by DDP; for sharding see torchtitan",
     "sequence_parallel": "a sequence is on one GPU; for longer ones see torchtitan",
     "random_positions": "train with extend.py --pose=true",
+    "store": "matrices keep the dtype of their file",
 }
 
 

@@ -13,20 +13,20 @@ from nanolong.hub.convert import export_model, import_model
 from nanolong.hub.folder import check_absent, find_folder, read_folder, whole, write_folder
 from nanolong.hub.rope import by_kind, check_types
 from nanolong.hub.tokenizer import make_exported
-from nanolong.hub.verify import as_user_error, compare, compare_stored, load_theirs
+from nanolong.hub.verify import as_user_error, compare, load_theirs
 
 # -----------------------------------------------------------------------------
 # Import
 
 
-def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, context_length=0):
+def import_to(GPT, source, target, tokenizer="", verify=True, context_length=0):
     """Write a model as the first checkpoint of a run folder; return its folder.
 
     The other parameters are as in read_model(). Raises UserError, with nothing written.
     """
     target = Path(target)
     require(not run.list_steps(target), f"{target} holds a run already: choose another folder")
-    model = read_model(GPT, source, store, tokenizer, verify, context_length)
+    model = read_model(GPT, source, tokenizer, verify, context_length)
     folder = target / "step-000000"
     meta = {"config": asdict(model.config), **model.meta}
     run.write_checkpoint(folder, {"model": model.weights()}, meta)
@@ -34,12 +34,12 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
     return folder
 
 
-def read_model(GPT, source, store, tokenizer, verify, context_length):
+def read_model(GPT, source, tokenizer, verify, context_length):
     """Return a model as GPT.load() does, compared with transformers'; print what it is.
 
     GPT: the class of model.py. source: a folder, ORG/NAME of the hub, a .gguf, or a ckpt.pt of
-    nanoGPT. store: dtype of the matrices, by default bfloat16 if the file has it. tokenizer: the
-    folder of the tokenizer, if it is another. context_length: in tokens, if the files say another.
+    nanoGPT. tokenizer: the folder of the tokenizer, if it is another. context_length: in tokens, if
+    the files say another.
     """
     place, found = open_source(source)
     with as_user_error(source):
@@ -48,8 +48,7 @@ def read_model(GPT, source, store, tokenizer, verify, context_length):
         model = import_model(GPT, found.c, theirs.state_dict(), context_length)
         kept, ends, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
         report = compare(model, theirs) if verify else []
-        is_rounded = round_weights(model, store)
-        rounded = compare_stored(model, theirs) if verify and is_rounded else ""
+        set_dtypes(model)
     model.meta = {
         "tokenizer": kept and kept.to_json(),
         "bos": ends.bos,
@@ -62,7 +61,7 @@ def read_model(GPT, source, store, tokenizer, verify, context_length):
     print(ends.describe(kept))
     if note:
         print(f"note: {note}")
-    print_report(report, rounded)
+    print_report(report)
     return model
 
 
@@ -103,21 +102,14 @@ def open_tokenizer(place, found, named, vocab_size):
     return None, tokenizer_files.find_ends(None, ids, vocab_size), note
 
 
-def round_weights(model, store):
-    """Give a model the weights that are stored; return whether that has changed them.
-
-    store: dtype of the weights of linear layers and embeddings; all others are float32.
-    """
+def set_dtypes(model):
+    """Keep matrices that are all bfloat16; the other weights become float32."""
     matrices = [m for m in model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Embedding)]
     kinds = {id(m.weight): m.weight.dtype for m in matrices}
-    if store == "auto":
-        store = "bfloat16" if set(kinds.values()) == {torch.bfloat16} else "float32"
-    is_rounded = False
+    dtype = torch.bfloat16 if set(kinds.values()) == {torch.bfloat16} else torch.float32
     for p in model.parameters():
         # not in place: transformers' model may share this memory
-        before, p.data = p.data, p.data.to(getattr(torch, store if id(p) in kinds else "float32"))
-        is_rounded |= not torch.equal(before.float(), p.data.float())
-    return is_rounded
+        p.data = p.data.to(dtype if id(p) in kinds else torch.float32)
 
 
 def print_summary(source, model):
@@ -136,15 +128,11 @@ def print_summary(source, model):
         )
 
 
-def print_report(report, rounded):
-    """rounded: what compare_stored() returns; "" if the weights were not rounded."""
-    if not report:
+def print_report(report):
+    if report:
+        print(f"verified: largest logit difference from transformers: {'; '.join(report)}")
+    else:
         print("not verified: its logits were not compared with transformers' (--verify=false)")
-        return
-    when = " before rounding" if rounded else ""
-    print(f"verified{when}: largest logit difference from transformers: {'; '.join(report)}")
-    if rounded:
-        print(f"as stored, with rounded weights: {rounded}")
 
 
 # -----------------------------------------------------------------------------
@@ -186,7 +174,7 @@ def export_to(model, target, verify=True, tokenizer_from=""):
         if verify:  # the written folder is read again
             found = read_folder(part)
             report = compare(model, load_theirs(found.c, found.tensors))
-        print_report(report, "")
+        print_report(report)
 
     whole(target, write)
 

@@ -171,15 +171,6 @@ def cut_tensors(tensors, layers):
     return found
 
 
-def compare_stored(model, theirs):
-    """Return how far logits of rounded weights are from transformers' of others, in words: their
-    largest difference, of the largest logit. No bound holds for it.
-    """
-    tokens = torch.arange(min(N_TOKENS, model.config.block_size))
-    difference, largest = find_difference(model, theirs, tokens)
-    return f"{difference:.1e} of {largest:.1e}, on {len(tokens)} tokens"
-
-
 def largest_difference(ours, theirs, positions):
     """Return the largest difference of the last logits; UserError if it is too large."""
     n, end = len(positions), int(positions[-1]) + 1
