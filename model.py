@@ -335,9 +335,6 @@ class GPT(nn.Module):
         if self.config.embed_scale != 1:
             x = x * self.config.embed_scale
         x = self.dropout(self.pos.embed(x, pos))
-        # Layers share a bias; a compiler sees this by itself, and a CPU has little to gain.
-        if cache is None and self.pos.shares_bias and kernels.runs_uncompiled(x.device):
-            mask["shared"]["bias", T] = self.pos.bias(T, 0)
         # Forward the blocks.
         for layer, block in enumerate(self.blocks):
             scheme = self.scheme_of(layer)
@@ -605,11 +602,8 @@ class NoPE(nn.Module):
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
     settings = ()  # settings of GPTConfig that have an effect on such schemes only
-    shares_bias = False  # True: the bias() of this class is the same in all layers
 
     def __init_subclass__(cls):
-        if "bias" in vars(cls):
-            cls.shares_bias = vars(cls).get("shares_bias", False)
         if vars(cls).keys() & {"bias", "angles", "gates"}:
             cls.by_index = True  # they count distances between indices, or sum along the text
 
@@ -661,10 +655,7 @@ class NoPE(nn.Module):
         as heads.
         """
         if cache is None:
-            n = k.shape[2]
-            # hidden_states() may have computed it for all layers
-            shared = mask.get("shared") if self.shares_bias else None
-            bias = shared["bias", n] if shared and ("bias", n) in shared else self.bias(n, layer)
+            bias = self.bias(k.shape[2], layer)
         else:
             k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
             if "gates" in mask:
@@ -1020,7 +1011,6 @@ class T5(NoPE):
     Half of the buckets hold one distance each, the others grow logarithmically to max_distance.
     """
 
-    shares_bias = True
     methods = {"none": (), "pi": ()}
     n_buckets = 32
     max_distance = 128
@@ -1052,7 +1042,6 @@ def bucket_of(distance, n_buckets, max_distance):
 class ALiBi(NoPE):
     """Scores fall linearly with distance, by a fixed slope for each head (Press et al. 2022)."""
 
-    shares_bias = True
     methods = {"none": (), "pi": (), "dynamic-pi": ()}
 
     def __init__(self, config):
@@ -1070,7 +1059,6 @@ class ALiBi(NoPE):
 class Kerple(NoPE):
     """KERPLE, logarithmic (Chi et al. 2022): -r1 log(1 + r2 distance), learned by head."""
 
-    shares_bias = True
     methods = {"none": (), "pi": ()}
 
     def __init__(self, config):

@@ -136,11 +136,6 @@ def use_sdpa(allowed):
     _is_sdpa_allowed = allowed
 
 
-def runs_uncompiled(device):
-    """Whether Triton kernels run on a device, and no compiler traces the call."""
-    return not torch.compiler.is_compiling() and triton_runs(device)
-
-
 @functools.cache
 def _can_run(device):
     """Whether a device has kernels. Says once, on stderr, why a GPU has none."""
