@@ -170,7 +170,6 @@ class Batches:
         seed = ((cfg.seed << 40) + first) % (1 << 63)  # of dropout
         what = (first, cfg.batch_size, self.train_length, cfg.seed, self.max_position)
         parts = self.dataset.batch(*what)
-        data.check_batch(parts, (cfg.batch_size, self.train_length), type(self.dataset).__name__)
         x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
         if pos is not None:  # checked here: on a GPU, each step would wait to read them
             self.model.check_positions(pos, docs)
@@ -194,11 +193,9 @@ def estimate_loss(model, dataset, cfg, stop=()):
 
     Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} of the targets that stand for
     bytes if the tokenizer is known; of a mixture as in a text with these fractions of its tokens,
-    and {"val_loss_<name>"} of each dataset; {} without a validation set. eval_iters=n scores n
+    and {"val_loss_<name>"} of each dataset. eval_iters=n scores n
     sequences, evenly spaced and always the same; 0 scores all.
     """
-    if dataset.val is None:
-        return {}
     sums = [sum_losses(model, source, cfg, stop) for source in dataset.sources]
     return None if None in sums else dataset.combine(sums)
 
@@ -311,14 +308,11 @@ def check_finite(what, cfg, step, *numbers):
 # The loop.
 
 
-def train(
-    model: GPT, cfg: TrainConfig, train_length=0, max_position=0, dataset: data.Stream | None = None
-) -> dict:
+def train(model: GPT, cfg: TrainConfig, train_length=0, max_position=0) -> dict:
     """Train in place, writing the run folder cfg.out_dir; a stop signal in the loop saves first.
 
     train_length: tokens of a sequence, by default the context length; max_position: PoSE's.
-    dataset: data of your own, in place of cfg.dataset, cfg.bos and cfg.min_doc. To resume, the
-    model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
+    To resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
     Returns the last evaluation, "stopped" and "last_step". Raises UserError, and FloatingPointError
     before an update that is not finite.
     """
@@ -331,10 +325,7 @@ def train(
         if not (cfg.resumes or cfg.overwrite):
             run.check_unused(cfg.out_dir)
         # the data, and how far training is
-        if dataset is None:
-            dataset = open_dataset(model, cfg, train_length)
-        else:  # a name in the checkpoint would have evaluate.py open other data
-            cfg = replace(cfg, dataset="")
+        dataset = open_dataset(model, cfg, train_length)
         run.check_same(model, cfg, dataset)
         state = restore_state(model, cfg, train_length)
 

@@ -1,7 +1,7 @@
 """Datasets and tokenizers.
 
 token_files.py  token files, and how datasets are found
-dataset.py      the batches of a training run: of a dataset, of several, or of a stream of your own
+dataset.py      the batches of a training run: of a dataset, or of several
 tokenizer.py    text to token ids and back
 texts.py        text to a dataset; prepare.py is its script
 tasks.py        documents for the tasks of RULER, made rather than read; training does not import it
@@ -14,9 +14,7 @@ from data.dataset import (
     Dataset,
     Mixture,
     Split,
-    Stream,
     Text,
-    check_batch,
     find_documents,
     open_dataset,
 )

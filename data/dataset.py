@@ -8,7 +8,6 @@ import functools
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -23,79 +22,7 @@ def generator(*numbers):
 
 
 # -----------------------------------------------------------------------------
-# What a training run asks of its data
-
-
-class Stream(Protocol):
-    """The data of a training run: derive your own from it, write batch(), and pass it to train().
-
-    hash: text that identifies the data; a run is resumed only on data with the same. val: the
-    validation set, a Split or an object with its spaced() and sequence(); None: no evaluations.
-    Tokenizer and <bos> are not asked for: checkpoints have model.meta["tokenizer"] and ["bos"].
-    sources, fractions: for Mixture, whose sources are evaluated apart.
-    """
-
-    hash: str = ""
-    val: "Split | None" = None
-    fractions = (1.0,)
-
-    @property
-    def sources(self):
-        return (self,)
-
-    def weigh(self, values):
-        """The mean of values of the sources, weighted by their fractions."""
-        return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))
-
-    def batch(self, first, batch_size, length, seed, max_position):
-        """Read the sequences from number `first` on, each a function of (seed, number).
-
-        max_position: if not 0, sequences are skip-wise (PoSE), with positions below it.
-        Returns NumPy arrays (batch_size, length) int64: inputs, targets (-1 is not scored),
-        positions or None, document ids or None (with them, set separate_docs of TrainConfig).
-        """
-
-    def combine(self, sums):
-        """The metrics of an evaluation, of what sum_losses() of train.py returned for each source:
-        of several as of a text with these fractions of its tokens.
-        """
-        by_token = [[x / n_targets for x in rest] for n_targets, *rest in sums]
-        loss, text_loss, n_bytes = map(self.weigh, zip(*by_token, strict=True))
-        metrics = {"val_loss": loss}
-        if n_bytes:
-            metrics["val_bits_per_byte"] = text_loss / math.log(2) / n_bytes
-        if len(sums) > 1:
-            for source, (loss, *_) in zip(self.sources, by_token, strict=True):
-                metrics[f"val_loss_{Path(source.name).name}"] = loss
-        return metrics
-
-    def describe(self, n_tokens, train_length, n_val, val_length):
-        """List the lines that a run of n_tokens prints, which evaluates n_val sequences."""
-        return [f"{type(self).__name__}, {n_tokens:,} tokens"]
-
-    def document_ids(self, x):
-        """Number the documents of validation inputs (B, T); None: they are not kept separate."""
-
-    def count_bytes(self, x, y):
-        """Count the bytes of text of validation targets y with inputs x; None: unknown."""
-
-    def is_text(self, y):
-        """Return which validation targets stand for these bytes, if they are known."""
-        return y >= 0
-
-
-# -----------------------------------------------------------------------------
 # Sequences of a split
-
-
-def check_batch(parts, shape, name):
-    """Raise UserError unless these can be what Stream.batch() returns; name: the stream's class."""
-    problem = f"{name}.batch() must return inputs, targets, positions or None, documents or None"
-    fits = isinstance(parts, tuple | list) and len(parts) == 4
-    require(fits, f"{problem}: return these four")
-    for array in [*parts[:2], *(part for part in parts[2:] if part is not None)]:
-        fits = isinstance(array, np.ndarray) and (array.shape, array.dtype) == (shape, np.int64)
-        require(fits, f"{problem}, NumPy arrays {shape} of int64: return an array of this shape")
 
 
 class Split:
@@ -347,7 +274,7 @@ class Text:
 # Datasets
 
 
-class Dataset(Text, Stream):
+class Dataset(Text):
     """A dataset by name or path: a Text, with train, a Split, and vocab_size, which may be larger
     than the tokenizer's. sources and fractions: a Mixture's, or this one. tasks: the kinds of
     data/tasks.py that its documents have.
@@ -384,6 +311,30 @@ class Dataset(Text, Stream):
         self.hash = token_files.hash_files(files + masks)
         self.n_bytes = meta.get("bytes", {}).get("val")
         self.tasks = set(meta.get("tasks", ()))
+
+    fractions = (1.0,)
+
+    @property
+    def sources(self):
+        return (self,)
+
+    def weigh(self, values):
+        """The mean of values of the sources, weighted by their fractions."""
+        return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))
+
+    def combine(self, sums):
+        """The metrics of an evaluation, of what sum_losses() of train.py returned for each source:
+        of several as of a text with these fractions of its tokens.
+        """
+        by_token = [[x / n_targets for x in rest] for n_targets, *rest in sums]
+        loss, text_loss, n_bytes = map(self.weigh, zip(*by_token, strict=True))
+        metrics = {"val_loss": loss}
+        if n_bytes:
+            metrics["val_bits_per_byte"] = text_loss / math.log(2) / n_bytes
+        if len(sums) > 1:
+            for source, (loss, *_) in zip(self.sources, by_token, strict=True):
+                metrics[f"val_loss_{Path(source.name).name}"] = loss
+        return metrics
 
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None):
         """Raise UserError unless a model can read this text, as far as known.
@@ -466,7 +417,12 @@ class Dataset(Text, Stream):
         return x * 0 if self.train.masked_file else (x == self.separator).cumsum(-1)
 
     def batch(self, first, batch_size, length, seed, max_position=0):
-        """Read training sequences: Stream.batch()."""
+        """Read the sequences from number `first` on, each a function of (seed, number).
+
+        max_position: if not 0, sequences are skip-wise (PoSE), with positions below it.
+        Returns NumPy arrays (batch_size, length) int64: inputs, targets (-1 is not scored),
+        positions or None, document ids or None.
+        """
         numbers = range(first, first + batch_size)
         sequences = [self.training_sequence(i, length, seed, max_position) for i in numbers]
         columns = zip(*sequences, strict=True)

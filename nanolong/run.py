@@ -59,7 +59,7 @@ class Meta:
     kernels: str = ""  # implementation of attention, in words
     optimizer_numbers: list = field(default_factory=list)  # keys in optim.safetensors
     # the text
-    dataset: str | None = None  # its name, or a mixture as of --dataset; a stream has none
+    dataset: str | None = None  # its name, or a mixture as of --dataset
     data_hash: str | None = None
     tokenizer: dict | None = None
     bos: int | None = None  # the token that starts every text
@@ -80,7 +80,7 @@ class Meta:
 def save_step(model, optimizers, cfg, dataset, **state):
     """Write a checkpoint of training, in the first process, and remove those that are not kept.
 
-    Processes wait for each other. cfg: a TrainConfig; dataset: a Stream; state: step, tokens and
+    Processes wait for each other. cfg: a TrainConfig; dataset: a Dataset; state: step, tokens and
     what else is to be restored.
     """
     moments, numbers = optimizer_state(model, optimizers)

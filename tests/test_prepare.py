@@ -42,16 +42,15 @@ import data
 from nanolong.errors import run_main
 run_main(lambda: data.prepare_missing(sys.argv[1]))
 """
-# The text is encoded within 0.1 s: slowly, a signal comes while it is.
+# The text is encoded within a second: slowly, a signal comes while it is.
 ENCODE_SLOWLY = """
 
 import time
-encode_at_once = encode_parts
+encode_at_once = encode_document
 
-def encode_parts(*arguments):
-    for ids in encode_at_once(*arguments):
-        yield ids
-        time.sleep(0.01)
+def encode_document(*arguments):
+    time.sleep(0.01)
+    return encode_at_once(*arguments)
 """
 
 
@@ -436,7 +435,7 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path, data_folder, monkeypat
         raise OSError("No space left on device")
 
     (tmp_path / "t.txt").write_text(TEXT)
-    monkeypatch.setattr(texts, "encode_parts", disk_full)
+    monkeypatch.setattr(texts, "encode_document", disk_full)
     with pytest.raises(OSError, match="No space"):
         prepare_text(tmp_path / "t.txt", "mine")
     assert not list(data_folder.iterdir())

@@ -10,11 +10,13 @@ import math
 import typing
 
 import pytest
-from conftest import TINY, assert_refused, assert_success, content, logged, write_dataset
+from conftest import SMALLEST, TINY, assert_refused, assert_success, content, logged, write_dataset
 
 import data
-from model import POSITIONS
+import train
+from model import GPT, POSITIONS, GPTConfig
 from nanolong import settings
+from nanolong.errors import UserError
 from rope_scaling import ATTENTION, METHODS
 
 MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
@@ -263,3 +265,23 @@ def test_a_number_is_refused_in_a_sentence_or_means_something(
     elif script in ("train.py", "extend.py") and (tmp_path / "run/log.jsonl").is_file():
         losses = logged(tmp_path / "run", "loss") + logged(tmp_path / "run", "val_loss")
         assert all(map(math.isfinite, losses)) and (losses or name == "max_iters")
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"optimizer": "lyon"}, "optimizer is one of"),
+        ({"lr_schedule": "cosin"}, "lr_schedule is one of"),
+        ({"learning_rate": -1.0}, "learning_rate must be a number from 0 on"),
+        ({"out_dir": ""}, "has no folder: give out_dir"),
+        ({"init_from": "scrach"}, "init_from='scrach', and the model was not loaded"),
+        ({"init_from": "resume"}, "init_from='resume', and the model was not loaded"),
+    ],
+)
+def test_python_is_refused_what_the_command_line_is(settings, words, text_data, tmp_path):
+    """Of a fresh model; nothing is written but a lock."""
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16))
+    with pytest.raises(UserError, match=words):
+        settings = {"out_dir": str(tmp_path / "run"), "dataset": str(text_data), **settings}
+        train.train(model, train.TrainConfig(**{**SMALLEST, **settings}))
+    assert [file.name for file in tmp_path.iterdir()] in ([], [".run.lock"])

@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 from nanolong.errors import UserError, note, require
-from nanolong.parallel import broadcast
 from nanolong.strict_json import replace_text, to_json
 
 TASKS = {"loss", "needle", "ruler", "cost"}
@@ -35,23 +34,6 @@ class Cell:
             return [{**record, "refused": str(error)} for record in self.records]
 
 
-def read_records(file):
-    """The records that an earlier evaluation wrote; [] where there is no such file.
-
-    Raises UserError for a file of another kind, which would be overwritten.
-    """
-    if not Path(file).is_file():
-        return []
-    try:
-        records = json.loads(Path(file).read_text(encoding="utf-8") or "[]")
-        is_ours = {record["task"] for record in records} <= TASKS
-    except (ValueError, TypeError, KeyError, RecursionError):
-        is_ours = False
-    what = "something else than records of evaluate.py, and would be overwritten"
-    require(is_ours, f"{file} holds {what}: give another --json, or remove the file")
-    return records
-
-
 def measure(cells, models, origins, facts, file):
     """Measure cells, and write all records so far to a file after each. Returns the records.
 
@@ -59,7 +41,6 @@ def measure(cells, models, origins, facts, file):
     that all cells depend on, such as the code. file: "" for none; its records with the key of a
     cell, a hash of all that its numbers depend on, are used in its place.
     """
-    saved = read_records(file)
 
     def key_of(cell):
         name = cell.records[0]["checkpoint"]
@@ -70,26 +51,49 @@ def measure(cells, models, origins, facts, file):
         found += [origin, cell.records, cell.settings]
         return hashlib.sha256(to_json(found).encode()).hexdigest()[:16]
 
-    # The file is of the first process; all must skip the same cells.
-    keys = broadcast([key_of(cell) for cell in cells])
-    found = broadcast(find_saved(keys, saved))
+    keyed = {key_of(cell): cell for cell in cells}
+    found = read_records(file, keyed)
+    # where no terminal shows a bar, a line a minute
+    seconds = 0.1 if sys.stderr.isatty() else 60
+    missing = [key for key in keyed if key not in found]
+    with tqdm(missing, delay=seconds, mininterval=seconds, leave=False) as bar:
+        for key in bar:
+            name, length = (keyed[key].records[0][field] for field in ("checkpoint", "length"))
+            bar.set_description(f"{name} at {length:,}", refresh=False)
+            found[key] = [{**r, **origins[name], "key": key} for r in keyed[key].measure()]
+            if Path(file).is_file() or not Path(file).exists():  # no device
+                write_lines(Path(file), [r for key in keyed for r in found.get(key, [])])
+    return [record for key in keyed for record in found[key]]
+
+
+def read_records(file, keys):
+    """Read what an earlier evaluation wrote: the records of these keys; {} without such a file.
+
+    A record of a number that was not finite, which is null, is measured again. Raises UserError
+    for a file of another kind, which would be overwritten.
+    """
+    saved = []
+    if Path(file).is_file():
+        try:
+            saved = json.loads(Path(file).read_text(encoding="utf-8") or "[]")
+            is_ours = {record["task"] for record in saved} <= TASKS
+        except (ValueError, TypeError, KeyError, RecursionError):
+            is_ours = False
+        what = "something else than records of evaluate.py, and would be overwritten"
+        require(is_ours, f"{file} holds {what}: give another --json, or remove the file")
+    null = {record.get("key") for record in saved if record.get("loss", 0) is None}
+    found = {}
+    for record in saved:
+        if record.get("key") in keys and record["key"] not in null:
+            record.pop("difference", None)  # of other checkpoints; it is found again
+            found.setdefault(record["key"], []).append(record)
     if found:
         print(f"reused: {len(found)} of {len(keys)} measurements, from {file}", flush=True)
-    n_others = sum(record.get("key") not in keys for record in saved if "key" in record)
+    n_others = sum("key" in record and record["key"] not in keys for record in saved)
     if n_others:
         others = f"{n_others} records that other settings, weights, data or code gave"
         note(f"{file} has {others}: they are not used, and replaced")
-    missing = {key: cell for key, cell in zip(keys, cells, strict=True) if key not in found}
-    # where no terminal shows a bar, a line a minute
-    seconds = 0.1 if sys.stderr.isatty() else 60
-    with tqdm(missing.items(), delay=seconds, mininterval=seconds, leave=False) as bar:
-        for key, cell in bar:
-            name, length = cell.records[0]["checkpoint"], cell.records[0]["length"]
-            bar.set_description(f"{name} at {length:,}", refresh=False)
-            found[key] = [{**r, **origins[name], "key": key} for r in cell.measure()]
-            if Path(file).is_file() or not Path(file).exists():  # no device
-                write_lines(Path(file), [r for key in keys for r in found.get(key, [])])
-    return [record for key in keys for record in found[key]]
+    return found
 
 
 def write_lines(file, records):
@@ -100,14 +104,3 @@ def write_lines(file, records):
         replace_text(file.resolve(), text)  # the target of a link
     else:
         file.write_text(text, encoding="utf-8")
-
-
-def find_saved(keys, saved):
-    """The saved records by key, without records of a number that was not finite: it is null."""
-    found = {}
-    for record in saved:
-        if record.get("key") in keys:
-            record.pop("difference", None)  # of other checkpoints; it is found again
-            found.setdefault(record["key"], []).append(record)
-    null = {record["key"] for record in saved if record.get("loss", 0) is None}
-    return {key: records for key, records in found.items() if key not in null}
