@@ -5,7 +5,7 @@
 # make lint        check format and style
 # make lines       the lines that each part has and may have
 # make bench       benchmarks of the operators
-# make aot         the kernels compiled for five architectures: registers, spills, shared memory
+# make aot         the kernels compiled for three architectures: registers, spills, shared memory
 # make gpu-check   on a GPU: checks of the kernels in eight minutes, and a report to send us
 # make public      a public checkpoint: download, extend, evaluate, sample
 # make smollm2     only download it, and link it from out/
@@ -79,7 +79,7 @@ lines: .venv/demo
 bench: .venv/demo
 	$(PY) experiments/bench.py
 
-# Every kernel compiled for five architectures: registers, spills, shared memory.
+# Every kernel compiled for three architectures: registers, spills, shared memory.
 aot: .venv/test
 	$(PY) tests/aot.py
 

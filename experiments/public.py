@@ -316,7 +316,7 @@ def answer_prompt(model, checkpoints, key):
     for suffix, needles in (("", True), (" without", False)):
         words = (key.task, checkpoints.tokenizer, key.length, 1, key.document)
         prompt = make_document(*words, checkpoints.bos, needles)
-        answers = retrieval.answer_prompts(model, [prompt], checkpoints.cfg.dtype, 1)
+        answers = retrieval.answer_prompts(model, [prompt], checkpoints.cfg.dtype)
         (right,), (nats,) = answers
         found |= {f"right{suffix}": right, f"nats{suffix}": round(nats, 4)}
     return found

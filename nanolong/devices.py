@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -14,22 +15,16 @@ import torch
 from nanolong.errors import UserError, require
 
 # Peak FLOP/s of dense bfloat16 matrix products, from the makers' data sheets: the denominator of
-# MFU (model FLOPs utilisation). The first key that is part of the device's name counts.
+# MFU (model FLOPs utilisation). The first key whose words are in the device's name counts.
 PEAK_FLOPS = {
-    "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
-    "GH200": 989e12,
+    "H200": 989e12,
     "B200": 2250e12,
     "A100": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
     "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 5090": 210e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
-    "MI300X": 1307e12,
 }
 
 
@@ -175,7 +170,9 @@ def flops_per_token(model, length):
 def peak_flops(device):
     """The peak FLOP/s of a GPU in the table, or None."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    found = [flops for words, flops in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)]
+    # part of a GPU, and a laptop's, have another peak
+    return None if re.search(r"\b(MIG|Laptop)\b", name) else next(iter(found), None)
 
 
 def peak_memory(device):

@@ -99,8 +99,9 @@ class RunLog:
             self.log.write(step, **row, **others)
         # once, and without a terminal whatever is logged
         if step == self.first_step or no_terminal() and is_logged:
-            memory = f", {devices.peak_memory(self.device) / 1e9:.3g} GB at the peak"
-            say(f"step {step}/{cfg.last_step}: {text}{memory}")
+            memory = devices.peak_memory(self.device) / 1e9
+            peak = f", {memory:.3g} GB at the peak" if step == cfg.last_step else ""
+            say(f"step {step}/{cfg.last_step}: {text}{peak}")
         if is_logged or step == self.first_step:
             self.start_clock(state)
 

@@ -33,7 +33,6 @@ from nanolong.errors import UserError, require
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 HIDDEN = ("GPTConfig.vocab_size", "GPTConfig.extension")  # the dataset and GPT.extend() set these
-SCRIPTS = ("train.py", "extend.py", "sample.py", "evaluate.py", "hf.py", "data/prepare.py")
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 LIMITS = {int: 2**53, float: 3e38}  # numbers are below; float32 ends at 3.4e38
 KINDS = {
@@ -117,9 +116,6 @@ def preset_names():
     return [file.relative_to(CONFIG).as_posix() for file in files]
 
 
-# names that other programs use, and people type
-ALIASES = {"lr": "learning_rate", "position": "pos", "pos_emb": "pos", "steps": "max_iters"}
-
 # settings of earlier versions: what went, and what to do instead
 GONE = {
     "parallel": "nanoLong trains by DDP; for sharding see torchtitan",
@@ -137,15 +133,7 @@ def convert(name, value, hints, where="the earlier run"):
     if name not in hints:
         require(name not in GONE, f"--{name} went: {GONE.get(name)}")
         similar = difflib.get_close_matches(name, hints, 1)
-        is_typo = bool(difflib.get_close_matches(name, similar, 1, cutoff=0.9))
         advice = f"did you mean --{similar[0]}?" if similar else "--help lists them all"
-        others = scripts_with(name)
-        if name in ALIASES and ALIASES[name] in hints:
-            advice = f"it is --{ALIASES[name]} here"
-        elif isinstance(value, dict):
-            advice = f"a preset has no sections: leave the line [{name}] out"
-        elif others and not is_typo:
-            advice = f"it is a setting of {' and '.join(others)}"
         raise UserError(f"there is no setting {name!r} ({where}): {advice}")
     kind = hints[name]
     if isinstance(kind, types.UnionType):  # T | None
@@ -220,13 +208,6 @@ def check(config):
         value = getattr(config, name)
         if typing.get_origin(kind) is typing.Literal or kind in (bool, int, float):
             setattr(config, name, convert(name, value, hints, type(config).__name__))
-
-
-def scripts_with(name):
-    """The names of the scripts that have a setting of their own by this name."""
-    field = re.compile(rf"^    {re.escape(name)}: .* = ", re.MULTILINE)
-    sources = {script: (CONFIG.parent / script).read_text(encoding="utf-8") for script in SCRIPTS}
-    return [script for script, source in sources.items() if field.search(source)]
 
 
 def help_of(classes, paths=None):

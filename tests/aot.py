@@ -3,18 +3,14 @@
     python tests/aot.py                    every case, some thirty minutes of one core
     python tests/aot.py sm_90 table 64     the cases with these words in their name
 
-A line of each kernel: its tile (queries x keys, warps, stages), registers, spilled bytes, shared
-memory, columns of tensor memory, how many instructions are products, atomics and accesses of 2
-bytes, and what is not as it should be. The exit status is 1 if anything is.
-
-The kernels' own Python launches them on zeros in a CPU's memory, so that Triton's launcher
-specializes them as in a training run. Triton's interpreter and its compiler cannot live in one
-process, so test_aot.py runs this file in a child process.
+A line of each kernel: registers, spilled bytes, shared memory, columns of tensor memory, how many
+instructions are products and atomics, and what is not as it should be. The exit status is 1 if
+anything is. The kernels' own Python launches them on zeros in a CPU's memory. Triton's interpreter
+and its compiler cannot live in one process, so test_aot.py runs this file in a child process.
 """
 
 import functools
 import itertools
-import math
 import re
 import subprocess
 import sys
@@ -32,21 +28,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from kernels import flash, loss, rotary  # noqa: E402
 from kernels.flash import _find_family  # noqa: E402
 
-# Bytes of shared memory that a program may take, by architecture.
-SHARED = {
-    "sm_80": 166_912,
-    "sm_90": 232_448,
-    "sm_100": 232_448,
-    "sm_86": 101_376,
-    "sm_120": 101_376,
-}
-# Bytes that a program may spill. Tiles were chosen with Triton 3.7; 3.6 spills up to 144 on sm_80,
-# and 3.9 up to 40.
-IS_TUNED = triton.__version__.startswith("3.7.")
-SPILLED = {"sm_80": 0 if IS_TUNED else 144, "sm_90": 264, "sm_100": 136}
-SPILLED |= {"sm_86": math.inf, "sm_120": math.inf}
-# Columns of an SM's tensor memory, in which sm_100 adds up products.
-TENSOR_MEMORY = 512
+# Bytes of shared memory that a program may take, and bytes that it may spill, by architecture.
+SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}
+SPILLED = {"sm_80": 144, "sm_90": 264, "sm_100": 136}
+TENSOR_MEMORY = 512  # columns of an SM's, in which sm_100 adds up products
 BIASES = ("none", "slopes", "table", "gates")
 # masked: a window with sinks over true positions, and documents, at once
 MASKS = ("causal", "masked")
@@ -62,10 +47,6 @@ BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 OPCODE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 # mma.sync, wgmma (sm_90) and tcgen05.mma (sm_100)
 PRODUCT = r"HMMA|HGMMA|UTCHMMA"
-
-
-# -----------------------------------------------------------------------------
-# What a compiled kernel costs
 
 
 def cost_of(compiled):
@@ -88,7 +69,6 @@ def cost_of(compiled):
         "tensor memory": compiled.metadata.tmem_size or 0,
         "products": count(PRODUCT, lines),
         "atomics": count(r"(?:REDG?|ATOMG?)\b", lines),
-        "2 bytes": count(r"(?:LDG|STG)\.E\.(?:\w+\.)*U16", lines),
     }
 
 
@@ -99,25 +79,15 @@ def count(pattern, lines):
 
 
 def faults(row):
-    """What is not as it should be, in words. The small tiles are chosen for their memory only."""
-    found = []
-    if row["shared"] > SHARED[row["target"]]:
-        found.append("shared memory")
-    if row["tensor memory"] > TENSOR_MEMORY:
-        found.append("tensor memory")
-    if row["spilled"] > SPILLED[row["target"]]:
-        found.append("spills")
-    if row["atomics"]:
-        found.append("atomics")
-    if row["2 bytes"] > (row["kernel"] == "loss"):  # which reads the logit of one target
-        found.append("accesses of 2 bytes")
-    if not row["products"] and row["kernel"] not in ("rotate", "reach", "loss", "table"):
-        found.append("no tensor cores")
-    return found
-
-
-# -----------------------------------------------------------------------------
-# What is compiled
+    """What is not as it should be, in words."""
+    tests = {
+        "shared memory": row["shared"] > SHARED[row["target"]],
+        "tensor memory": row["tensor memory"] > TENSOR_MEMORY,
+        "spills": row["spilled"] > SPILLED[row["target"]],
+        "atomics": row["atomics"] > 0,
+        "no tensor cores": row["kernel"] in ("forward", "dq", "dkdv") and not row["products"],
+    }
+    return [name for name, failed in tests.items() if failed]
 
 
 class Compiler:
@@ -127,10 +97,7 @@ class Compiler:
     """
 
     def __init__(self, name, kernel, target, rows):
-        self.name = name
-        self.kernel = kernel
-        self.target = target
-        self.rows = rows
+        self.name, self.kernel, self.target, self.rows = name, kernel, target, rows
 
     def get_current_target(self):
         return GPUTarget("cuda", int(self.target.removeprefix("sm_")), 32)
@@ -147,9 +114,7 @@ class Compiler:
     def compile(self, grid, *args, **kwargs):
         with mock.patch.object(triton.runtime.driver, "_active", self):
             compiled = self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
-        sizes = [str(kwargs[size]) for size in ("BM", "BN", "BT", "BV") if size in kwargs]
-        tile = f"{'x'.join(sizes)}, {kwargs['num_warps']}, {kwargs.get('num_stages', 0)}"
-        row = {"target": self.target, "kernel": self.name, "tile": tile, **cost_of(compiled)}
+        row = {"target": self.target, "kernel": self.name, **cost_of(compiled)}
         self.rows.append({**row, "faults": faults(row)})
 
 
@@ -167,19 +132,15 @@ def compile_case(target, bias, D, mask):
     q, k, v = (zeros.clone().transpose(1, 2).requires_grad_() for _ in range(3))
     angles = torch.zeros(TOKENS, D // 2)
     leaves = bias_leaves(bias, HEADS, DISTANCES, BATCH, TOKENS)
-    terms = bias_arguments(bias, [x.requires_grad_() for x in leaves]) | masks_of(mask)
+    terms = bias_arguments(bias, [x.requires_grad_() for x in leaves])
+    if mask == "masked":
+        docs = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+        terms |= {"window": 256, "sinks": 4, "positions": torch.arange(TOKENS), "docs": docs}
     y = flash.attention(*rotary.rope(q, k, angles, angles), v, **terms)
     y.backward(y)
     logits = torch.zeros(8, 50304, dtype=torch.bfloat16)
     loss.row_losses(logits, torch.zeros(8, dtype=torch.int64), 0.0, True)
     return rows
-
-
-def masks_of(mask):
-    if mask == "causal":
-        return {}
-    docs = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
-    return {"window": 256, "sinks": 4, "positions": torch.arange(TOKENS), "docs": docs}
 
 
 def main(words):

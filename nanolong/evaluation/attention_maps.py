@@ -15,12 +15,11 @@ from nanolong.inference import evaluation_mode
 
 
 @torch.no_grad()
-def attention_maps(model, tokens, seed=0):
+def attention_maps(model, tokens):
     """The probabilities of every layer for tokens (B, T), in eval mode: a list of (B, H, T, T).
 
-    What a learned sink takes is missing in the sums of the rows. seed: of the positions, for a
-    model of random positions. Raises UserError for a scheme or a method that replaces
-    kernels.attention(), or merges its results for parts of the keys.
+    What a learned sink takes is missing in the sums of the rows. Raises UserError for a scheme or a
+    method that replaces kernels.attention().
     """
     maps = []
     original = kernels.attention

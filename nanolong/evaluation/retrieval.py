@@ -75,15 +75,14 @@ def ask(records, model, tokenizer, dtype):
     right, gain and right without needles, of each. Raises UserError.
     """
     bos = model.meta.get("bos")
-    seed = records[0]["seed"]
     answers = []
     for record in records:
         prompts = make_prompts(record, tokenizer, bos, needles=True)
         ids = hashlib.sha256(b"".join(tokens.tobytes() for prompt in prompts for tokens in prompt))
-        right, nats = answer_prompts(model, prompts, dtype, seed)
+        right, nats = answer_prompts(model, prompts, dtype)
         answers.append((record, right, nats, ids.hexdigest()[:16]))
     prompts = make_prompts(records[0], tokenizer, bos, needles=False)
-    guessed, nats_without = answer_prompts(model, prompts, dtype, seed)
+    guessed, nats_without = answer_prompts(model, prompts, dtype)
     measured = []
     for record, right, nats, ids in answers:
         gain = [without - nat for without, nat in zip(nats_without, nats, strict=True)]
@@ -107,7 +106,7 @@ def make_prompts(record, tokenizer, bos, needles):
     ]
 
 
-def answer_prompts(model, prompts, dtype, seed):
+def answer_prompts(model, prompts, dtype):
     """Ask a model for the answers at the end of prompts of one length, each (inputs, targets).
 
     Returns two lists: whether all tokens of an answer had the highest probability (teacher
@@ -118,11 +117,11 @@ def answer_prompts(model, prompts, dtype, seed):
     answers = []
     with evaluation_mode(model, devices.pick_dtype(dtype, device)):
         for i in range(0, len(prompts), batch_size):
-            answers += answer_batch(model, prompts[i : i + batch_size], device, seed)
+            answers += answer_batch(model, prompts[i : i + batch_size], device)
     return zip(*answers, strict=True)
 
 
-def answer_batch(model, prompts, device, seed):
+def answer_batch(model, prompts, device):
     """Answer prompts of equally many tokens: (whether it is right, nats) of each."""
     x, y = (torch.from_numpy(np.stack(column)).to(device) for column in zip(*prompts, strict=True))
     # Only the answer needs logits.
