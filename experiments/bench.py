@@ -6,12 +6,8 @@
     python experiments/bench.py profile --nanogpt=PATH    a training step by kinds of kernels
     python experiments/bench.py schemes                a training step of each position scheme
     python experiments/bench.py length                 long sequences, and SDPA or FlexAttention
-    python experiments/bench.py sample                 generation and transformers, if installed
     python experiments/bench.py kernels                attention's kernels without Python
-    python experiments/bench.py tiles                  the same with other tiles
-    python experiments/bench.py registers              the same by stages and registers
-    python experiments/bench.py loss                   the loss by the tokens of a chunk
-    python experiments/bench.py ceilings               what the machine reaches
+    python experiments/bench.py sample                 generation and transformers, if installed
 
 The implementations of a case take turns, because the speed of a machine drifts. A time is the
 median over the turns. `ratio` is the time of the case's first row divided by this row's in the
@@ -29,7 +25,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
-import contextlib
 import functools
 import importlib.util
 import itertools
@@ -48,7 +43,7 @@ from torch.autograd import DeviceType
 import hf
 import kernels
 from experiments import operators
-from experiments.turns import compare, deterministic, format_table, single_row
+from experiments.turns import compare, format_table, single_row
 from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import devices
@@ -66,11 +61,10 @@ class BenchConfig:
     steps: int = 100  # timed steps of the smallest model; larger ones take fewer, at least 2
     # of the models of train, programs, profile and sample, or the names of schemes; default: all
     shapes: tuple[str, ...] = ()
-    # train, programs: also our default architecture with changes, joined by +: before is separate,
-    # rope_kernel and small_chunks; sdpa; deterministic, free (not deterministic); combo, graphs
-    variants: tuple[str, ...] = ()
     compiled: bool | None = None  # train, programs, profile: by torch.compile; default: both
     dtypes: tuple[str, ...] = ()  # train, programs, profile: float32, on a GPU bfloat16
+    # train: also our default architecture with the loss in plain PyTorch, not by the kernel
+    plain_loss: bool = False
     toy: bool = False  # sizes of a test, and torch.compile without a compiler; times mean nothing
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     out_dir: str = ""  # default: out/bench/DEVICE
@@ -78,89 +72,10 @@ class BenchConfig:
     def __post_init__(self):
         for name in ("rounds", "steps"):
             require(getattr(self, name) >= 1, f"--{name} must be at least 1")
-        for variant in self.variants:
-            parts_of(variant)
 
     def scale(self, device):
         """The sizes to take: toy, cpu or cuda."""
         return "toy" if self.toy else device.type
-
-
-# -----------------------------------------------------------------------------
-# Variants: patches of the product, made while they are timed, also to undo a line of it.
-
-VARIANTS = {
-    "separate": "q, k, v and gate, up as products of their own",
-    "rope_kernel": "RoPE by our kernel under torch.compile, too",
-    "small_chunks": "the loss in chunks of 512 MiB of logits, and 16-bit products that are added",
-    "before": "the three above and plain_loss: the product at 7ad6d1d",
-    "plain_loss": "the loss in plain PyTorch, not compiled, too",
-    "sdpa": "attention by PyTorch's SDPA",
-    "deterministic": "deterministic algorithms, as train.py asks for",
-    "free": "train.py --deterministic=false",
-    "combo": "torch.compile with combo_kernels",
-    "graphs": "torch.compile with mode=reduce-overhead",
-}
-
-
-def parts_of(variant):
-    """The names in VARIANTS of a variant, which joins them by +. Raises UserError for others."""
-    parts = variant.split("+") if variant else []
-    for name in parts:
-        require(name in VARIANTS, f"there is no variant {name!r}: give {', '.join(VARIANTS)}")
-    return parts
-
-
-@contextlib.contextmanager
-def patched(variant, device):
-    """Make the changes of a variant while it is open."""
-    parts = parts_of(variant)
-    if "before" in parts:
-        parts += ["separate", "rope_kernel", "small_chunks", "plain_loss"]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(deterministic("deterministic" in parts))
-        if "separate" in parts:
-            stack.enter_context(mock.patch.object(kernels, "linear_each", multiply_separately))
-        if "rope_kernel" in parts:
-            stack.enter_context(mock.patch.object(kernels, "rope", rotate_by_kernel))
-        if "small_chunks" in parts:
-            changes = {"token_chunks": chunks_of_512_mib, "add_product": operators.add_rounded}
-            stack.enter_context(mock.patch.multiple(eager, **changes))
-        if "plain_loss" in parts:
-            loss = eager.linear_cross_entropy
-            stack.enter_context(mock.patch.object(kernels, "linear_cross_entropy", loss))
-        if "sdpa" in parts:
-            attention = operators.peer_attention
-            stack.enter_context(mock.patch.object(kernels, "attention", attention))
-        yield
-
-
-def multiply_separately(x, *layers, joins_on_cpu=True):
-    return [layer(x) for layer in layers]
-
-
-def rotate_by_kernel(q, k, cos, sin):
-    """What kernels.rope() did at 7ad6d1d: the kernel, if Triton runs, under torch.compile, too."""
-    if not kernels.triton_runs(q.device):
-        return eager.rope(q, k, cos, sin)
-    from kernels import rotary
-
-    return rotary.rope(q, k, cos, sin)
-
-
-def chunks_of_512_mib(x, weight):
-    """The chunks of the loss on a GPU at 7ad6d1d."""
-    size = max(128, (1 << 27) // weight.shape[0] // 128 * 128)
-    return [slice(i, i + size) for i in range(0, len(x), size)]
-
-
-def compile_model(cfg, model, parts):
-    """torch.compile(model) as the parts of a variant say; a toy is traced, and not compiled."""
-    if cfg.toy:
-        return torch.compile(model, backend="eager")
-    if "graphs" in parts:
-        return torch.compile(model, mode="reduce-overhead")
-    return torch.compile(model, options={"combo_kernels": True} if "combo" in parts else None)
 
 
 # -----------------------------------------------------------------------------
@@ -208,16 +123,9 @@ def chosen(cfg, shapes):
     return cfg.shapes or shapes
 
 
-def refuse_parts(cfg, benchmark, *parts):
-    """Raise UserError if a variant has one of the parts, which would change nothing there."""
-    for part in itertools.chain.from_iterable(map(parts_of, cfg.variants)):
-        require(part not in parts, f"{part} changes nothing in {benchmark}: leave it out")
-
-
 def time_training(cfg, device):
     """AdamW without dropout, in one process: a step of each model in turn (forward, backward,
     clipping, fused AdamW) on the same batch."""
-    refuse_parts(cfg, "train", "free")
     for case, shape, dtype, compiled, steps in training_cases(cfg, device):
         takers = step_takers(cfg, device, shape, dtype, compiled)
         clocks = {name: functools.partial(clock_step, take) for name, take in takers.items()}
@@ -241,38 +149,33 @@ def step_takers(cfg, device, shape, dtype, compiled):
     fits = not cfg.nanogpt or counts[0] == counts[1]
     require(fits, f"nanoGPT has {counts[0]:,} parameters, ours {counts[1]:,}")
     torch.compiler.reset()
-    # a variant and each of two architectures are compiled, and the code of the model is the same
-    torch._dynamo.config.recompile_limit = 8 + 4 * len(cfg.variants)
     where = (2, shape["batch_size"], shape["block_size"])
     batch = torch.randint(shape["vocab_size"], where, device=device)
     how = (getattr(torch, dtype), compiled)
     takers = {}
     for name, model in models.items():
         takers[name] = make_step(cfg, model.to(device), *how, *batch)
-    for variant in cfg.variants:
-        if not compiled and {"combo", "graphs"} & set(parts_of(variant)):
-            continue  # of torch.compile
-        taker = make_step(cfg, models[DEFAULT], *how, *batch, variant=variant)
-        takers[f"{DEFAULT}, {variant}"] = taker
+    if cfg.plain_loss:
+        changes = {"linear_cross_entropy": eager.linear_cross_entropy}
+        takers["plain_loss"] = make_step(cfg, models[DEFAULT], *how, *batch, changes=changes)
     return takers
 
 
-def make_step(cfg, model, dtype, compiled, x, y, docs=None, variant=""):
-    """Return a function that queues a training step, and returns its loss."""
+def make_step(cfg, model, dtype, compiled, x, y, docs=None, changes=None):
+    """Return a function that queues a training step, and returns its loss.
+
+    changes: functions that take the place of others in kernels/ meanwhile, by name.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), fused=True)
-    parts = parts_of(variant)
-    forward = compile_model(cfg, model, parts) if compiled else model
-    more = {} if docs is None else {"docs": docs}
-    calls = itertools.count()
+    forward = model
+    if compiled:  # a toy is traced, and not compiled
+        forward = torch.compile(model, backend="eager" if cfg.toy else "inductor")
 
     def take():
-        # The first step fills what the kernels keep: in a graph's memory it would be overwritten.
-        call = model if "graphs" in parts and not next(calls) else forward
-        with patched(variant, x.device):
-            with devices.autocast(x.device, dtype):
-                output = call(x, y, **more)
-            loss = output[1] if isinstance(output, tuple) else output  # nanoGPT returns logits, too
-            loss.backward()
+        with devices.autocast(x.device, dtype), mock.patch.dict(vars(kernels), changes or {}):
+            output = forward(x, y) if docs is None else forward(x, y, docs=docs)
+        loss = output[1] if isinstance(output, tuple) else output  # nanoGPT returns logits, too
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -290,25 +193,21 @@ def clock_step(take):
 
 def time_programs(cfg, device):
     """Whole processes: each is a train.py on the same random tokens, and counts as the median over
-    the steps that it logs. Characters, not compiled: also the time from its start to the first
-    step, imports included."""
-    refuse_parts(cfg, "programs", "deterministic", "combo")
+    the steps that it logs."""
     for case, shape, dtype, compiled, steps in training_cases(cfg, device):
         work = (shape["batch_size"] * shape["block_size"], "tokens/s")
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (shape, dtype, compiled, steps, Path(folder))
-            programs = program_settings(cfg, device, *arguments)
+            programs = program_settings(cfg, device, shape, dtype, compiled, steps, Path(folder))
+            clocks = {
+                name: functools.partial(time_program, *program)
+                for name, program in programs.items()
+            }
             rounds = min(cfg.rounds, steps)
-            clocks = call_each(time_program, programs)
-            how = {"in_process": False}
-            yield compare("whole processes", case, clocks, rounds, *work, **how)
-            if case.startswith("characters") and not compiled:  # the compiler would be timed
-                starts = call_each(time_first_step, programs)
-                yield compare("to the first step", case, starts, rounds, 1, "starts/s", **how)
+            yield compare("whole processes", case, clocks, rounds, *work, in_process=False)
 
 
 def program_settings(cfg, device, shape, dtype, compiled, steps, folder):
-    """Return folder, variant and settings of nanoGPT's train.py and of ours, which use a folder."""
+    """Return folder and settings of nanoGPT's train.py and of ours, which use a folder."""
     dataset = folder / "data"
     dataset.mkdir()
     meta = {"tokenizer": None, "vocab_size": shape["vocab_size"], "bos": None, "bos_default": False}
@@ -325,25 +224,16 @@ def program_settings(cfg, device, shape, dtype, compiled, steps, folder):
     settings |= {"max_iters": WARMUP + steps, "out_dir": folder / "run", "dataset": dataset}
     programs = {}
     if cfg.nanogpt:
-        programs["nanoGPT"] = (cfg.nanogpt, "", {**settings, "bias": True})
+        programs["nanoGPT"] = (cfg.nanogpt, {**settings, "bias": True})
     for name in (DEFAULT,) if cfg.toy else ARCHITECTURES:  # a process takes seconds to start
-        programs[name] = (ROOT, "", {**settings, **ARCHITECTURES[name], "overwrite": True})
-    for variant in cfg.variants:
-        parts = parts_of(variant)
-        own = {**settings, "overwrite": True, "deterministic": "free" not in parts}
-        if "graphs" in parts and compiled:
-            own["compile"] = "graphs"
-        programs[f"{DEFAULT}, {variant}"] = (ROOT, variant, own)
+        programs[name] = (ROOT, {**settings, **ARCHITECTURES[name], "overwrite": True})
     return programs
 
 
-def call_each(clock, programs):
-    return {name: functools.partial(clock, *program) for name, program in programs.items()}
-
-
-def time_program(root, variant, settings):
+def time_program(root, settings):
     """Run a train.py, and return the median milliseconds of the steps that it prints or logs."""
-    command = command_of(variant, settings)
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    command = [sys.executable, "-u", "train.py", *flags]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     require(done.returncode == 0, (done.stderr.strip().splitlines() or ["it failed"])[-1])
     times = re.findall(r"^iter \d+: .*?time ([\d.]+)ms", done.stdout, re.M)  # of nanoGPT
@@ -352,29 +242,6 @@ def time_program(root, variant, settings):
         speeds = np.array([row["tokens_per_second"] for row in rows if "loss" in row])
         times = 1000 * settings["batch_size"] * settings["block_size"] / speeds
     return np.median(np.array(times[WARMUP:], float)).item()
-
-
-def time_first_step(root, variant, settings):
-    """Return the milliseconds from the start of a train.py to the line of its first step."""
-    command = command_of(variant, settings | {"max_iters": 1})
-    start = time.perf_counter()
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
-        lines = ((line, time.perf_counter()) for line in process.stdout)
-        ends = [end for line, end in lines if re.match("iter 0:|step 1/", line)]
-    require(ends, f"{root}/train.py printed no first step")
-    return 1000 * (ends[0] - start)
-
-
-def command_of(variant, settings):
-    """Return the command of a train.py in its folder; of ours with the changes of a variant."""
-    flags = [f"--{name}={value}" for name, value in settings.items()]
-    if not variant:
-        return [sys.executable, "-u", "train.py", *flags]
-    code = (
-        "import sys\nsys.path.insert(0, '.')\nfrom experiments import bench\nimport train\n"
-        f"with bench.patched({variant!r}, None):\n    sys.exit(train.main(sys.argv[1:]))"
-    )
-    return [sys.executable, "-u", "-c", code, *flags]
 
 
 # -----------------------------------------------------------------------------
@@ -529,8 +396,9 @@ def time_length(cfg, device):
         if kind == "documents":
             docs = (torch.arange(T, device=device) // (T // 4))[None]
         clocks = {}
-        for name, variant in (("ours", ""), ("PyTorch's attention", "sdpa")):
-            take = make_step(cfg, model, dtype, False, *batch, docs, variant)
+        theirs = {"attention": operators.peer_attention}
+        for name, changes in (("ours", {}), ("PyTorch's attention", theirs)):
+            take = make_step(cfg, model, dtype, False, *batch, docs, changes)
             clocks[name] = functools.partial(clock_step, take)
         case = f"{pos}, {kind}, 1 x {T}, {str(dtype).removeprefix('torch.')}"
         yield compare("a long step", case, clocks, cfg.rounds, T, "tokens/s", 1)
@@ -626,24 +494,20 @@ BENCHMARKS = {
     "profile": time_profile,
     "schemes": time_schemes,
     "length": time_length,
-    "sample": time_sampling,
     "kernels": operators.time_kernels,
-    "tiles": operators.time_tiles,
-    "registers": operators.time_registers,
-    "loss": operators.time_loss,
-    "ceilings": operators.time_ceilings,
+    "sample": time_sampling,
 }
 # Settings that only some benchmarks have.
 TRAINING = ("train", "programs", "profile")
-USED_BY = {"nanogpt": TRAINING, "variants": TRAINING, "compiled": TRAINING, "dtypes": TRAINING}
-USED_BY |= {"shapes": (*TRAINING, "schemes", "length", "sample")}
+USED_BY = {"nanogpt": TRAINING, "compiled": TRAINING, "dtypes": TRAINING, "plain_loss": ("train",)}
 USED_BY |= {
-    "lengths": ("operators", "schemes", "length", "sample", "kernels", "tiles", "registers")
+    "shapes": (*TRAINING, "schemes", "length", "sample"),
+    "lengths": ("operators", "kernels", "schemes", "length", "sample"),
 }
 
 
-def describe_machine(cfg, device, name):
-    """Return commit, hardware, versions and nanoGPT's commit in words; of a GPU its ceilings."""
+def describe_machine(cfg, device):
+    """Return commit, hardware, versions and nanoGPT's commit in words."""
     # where it runs: the processor counts next to a GPU, too
     words = provenance(torch.device("cpu"))
     if device.type == "cuda":
@@ -653,11 +517,6 @@ def describe_machine(cfg, device, name):
         git = ["git", "-C", cfg.nanogpt, "rev-parse", "--short", "HEAD"]
         found = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         words += f"; nanoGPT {found or 'of an unknown commit'}"
-    if device.type == "cuda" and name != "ceilings":
-        (rows,) = operators.time_ceilings(cfg, device)
-        found = [f"{row['case']} {row['rate']:,.0f} {row['unit']}" for row in rows if row["rate"]]
-        found += [f"{row['case']} {1000 * row['ms']:.0f} us" for row in rows if not row["rate"]]
-        words += f"; {', '.join(found)}"
     return words
 
 
@@ -681,7 +540,7 @@ def main(argv=None):
     command = " ".join(["python experiments/bench.py", *words])
     if cfg.nanogpt:
         command = command.replace(f"nanogpt={cfg.nanogpt}", "nanogpt=PATH")
-    machine = describe_machine(cfg, device, name)
+    machine = describe_machine(cfg, device)
     # measure, and write JSON and Markdown after each case
     file = folder / f"{'bench' if name == 'operators' else name}.json"
     about = " ".join(BENCHMARKS[name].__doc__.split())

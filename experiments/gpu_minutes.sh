@@ -128,9 +128,9 @@ bench() {  # bench NAME SECONDS ARGUMENTS...: a step of bench.py
     ${is_try:+--toy --device=cpu --rounds=1 --steps=2}
 }
 
+interpret=${is_try:+TRITON_INTERPRET=1}
 theirs=${nanogpt:+--nanogpt=$nanogpt}
 gpt2="--shapes=GPT-2"
-interpret=${is_try:+TRITON_INTERPRET=1}
 
 if [ -n "$is_try" ]; then
   lengths="" long="" longer="--shapes=rope" keys="" sampled="" schemes="fox" short=""
@@ -143,29 +143,17 @@ else
   command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=$facts --format=csv,noheader
   step 00-check 30 "$python" tests/gpu_check.py --only=check --seconds=30 "--out_dir=$out/check"
 fi
-bench 01-ceilings 15 ceilings
-bench 02-profile 130 profile $gpt2 --compiled=true $theirs
-bench 03-train 60 train $gpt2 --compiled=true --steps=40 $theirs
-step 04-kernels 70 env $interpret "$python" experiments/bench.py kernels $lengths \
-  "--out_dir=$out/steps/04-kernels" ${is_try:+--toy --device=cpu --rounds=1}
-bench 05-length 100 length $long --rounds=3
-step 06-registers 80 env $interpret "$python" experiments/bench.py registers \
-  "--out_dir=$out/steps/06-registers" ${is_try:+--toy --device=cpu --rounds=1}
-# a program that is compiled for the first time takes most of a minute: those that decide go first
-bench 07-before-and-sdpa 130 train $gpt2 --compiled=true --steps=30 --variants=before,sdpa $theirs
-bench 08-each-line 200 train $gpt2 --compiled=true --steps=30 $theirs \
-  --variants=separate,rope_kernel,small_chunks,deterministic
-bench 09-compiler 150 train $gpt2 --compiled=true --steps=30 $theirs \
-  --variants=combo,graphs,sdpa+combo+graphs
-bench 10-loss 30 loss
-bench 11-programs 150 programs $gpt2 --compiled=true --steps=60 --rounds=1 --variants=free,graphs $theirs
-bench 12-eager 60 train $gpt2 --compiled=false --steps=16 \
-  --variants=before,plain_loss,sdpa $theirs
-bench 13-schemes 200 schemes "--shapes=$schemes" $short --steps=10
-bench 14-length-16384 100 length $longer --rounds=3
-# The same in a worktree of commit 0c6d06f times the decoding kernel and the manually captured graph
-# that were there before: git worktree add ../before 0c6d06f
-bench 15-sample 60 sample ${sampled:+"$sampled"} $keys --rounds=3
+bench 01-profile 130 profile $gpt2 --compiled=true $theirs
+bench 02-train 60 train $gpt2 --compiled=true --steps=40 $theirs
+step 03-kernels 70 env $interpret "$python" experiments/bench.py kernels $lengths \
+  "--out_dir=$out/steps/03-kernels" ${is_try:+--toy --device=cpu --rounds=1}
+bench 04-length 100 length $long --rounds=3
+bench 05-eager 60 train $gpt2 --compiled=false --steps=16 --plain_loss=true $theirs
+# a program that is compiled for the first time takes most of a minute
+bench 06-programs 150 programs $gpt2 --compiled=true --steps=60 --rounds=1 $theirs
+bench 07-schemes 200 schemes "--shapes=$schemes" $short --steps=10
+bench 08-length-16384 100 length $longer --rounds=3
+bench 09-sample 60 sample ${sampled:+"$sampled"} $keys --rounds=3
 gather
 echo "wrote $out/minutes.md and minutes.json"
 [ "$failed" = 0 ] || exit 1

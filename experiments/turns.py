@@ -1,6 +1,5 @@
 """Timing in turns, and tables of the times: what bench.py and operators.py share."""
 
-import contextlib
 import time
 
 import numpy as np
@@ -144,14 +143,3 @@ def with_backward(run, has_backward=True):
             torch.autograd.grad(leaves, inputs, gradients)
 
     return call
-
-
-@contextlib.contextmanager
-def deterministic(enabled):
-    """Ask torch for deterministic algorithms, as train.py does, while it is open."""
-    before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("warn" if enabled else before)
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)

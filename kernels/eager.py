@@ -854,7 +854,7 @@ def add_product(total, a, b):
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.is_cuda and torch.version.cuda and a.dtype != total.dtype:
-        # Unchecked: no GPU has compared its numbers yet; `experiments/bench.py loss` does.
+        # Unchecked: no GPU has compared its numbers yet.
         torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
     else:
         total += a.t() @ b

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 
 import kernels
 from experiments import bench, operators, turns
-from kernels import eager
 
 CPU = torch.device("cpu")
 
@@ -68,54 +67,6 @@ def test_pytorch_computes_our_attention(term, mask, rng):
     torch.testing.assert_close(found, right.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_variants_in_turn_compute_what_each_says(make, monkeypatch):
-    """They share the code of the model, and a compiled graph of another must not run."""
-
-    def halve(x, *layers, **options):
-        return [layer(x) / 2 for layer in layers]
-
-    monkeypatch.setattr(bench, "multiply_separately", halve)
-    torch.compiler.reset()
-    batch = torch.randint(97, (2, 2, 32), generator=torch.Generator().manual_seed(1))
-    model = make(block_size=32, vocab_size=97).train()
-    cfg = bench.BenchConfig(toy=True)
-    losses = {}
-    for compiled in (False, True):
-        for variant in ("", "separate"):
-            take = bench.make_step(cfg, model, torch.float32, compiled, *batch, variant=variant)
-            losses.setdefault(variant, []).append(take)
-    model.requires_grad_(False)
-    model.head.weight.requires_grad_()
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
-    for _ in range(2):
-        found = {name: [take().item() for take in takers] for name, takers in losses.items()}
-        for eager_loss, compiled_loss in found.values():
-            assert compiled_loss == pytest.approx(eager_loss, rel=1e-5)
-        assert abs(found[""][0] - found["separate"][0]) > 0.01
-
-
-def test_variants_change_what_they_name_while_they_are_open():
-    before = (kernels.linear_each, kernels.rope, eager.token_chunks, kernels.attention)
-    x, weight = torch.empty(16384, 0), torch.empty(50304, 0)
-    with bench.patched("before+sdpa", CPU):
-        during = (kernels.linear_each, kernels.rope, eager.token_chunks, kernels.attention)
-        assert all(old is not new for old, new in zip(before, during, strict=True))
-        assert [len(range(16384)[c]) for c in eager.token_chunks(x, weight)][:1] == [2560]
-    assert before == (kernels.linear_each, kernels.rope, eager.token_chunks, kernels.attention)
-
-
-def test_determinism_is_asked_for_while_a_variant_is_open():
-    enabled = torch.are_deterministic_algorithms_enabled
-    before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode(0)
-    try:
-        with bench.patched("deterministic", CPU):
-            assert enabled()
-        assert not enabled()
-    finally:
-        torch.set_deterministic_debug_mode(before)
-
-
 def test_kernels_are_of_the_kinds_that_their_names_say():
     names = {
         "nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTT": "products",
@@ -159,37 +110,26 @@ def test_a_profile_adds_up(call, tmp_path):
         assert any("96x32 by 32x96" in name for name in products), products
 
 
-def test_the_products_of_the_loss_are_compared_with_float64(monkeypatch):
-    row, fault = operators.check_add_product(CPU, 64, 9, 33)
-    assert not fault and row["note"].startswith("relative error")
-    for wrong in (lambda total, a, b: total.add_(a.t() @ b, alpha=1.001), lambda *_: None):
-        monkeypatch.setattr(eager, "add_product", wrong)
-        assert "is off by" in operators.check_add_product(CPU, 64, 9, 33)[1]
-
-
 def test_a_table_is_written_as_it_grows(call, monkeypatch, tmp_path):
     def stopped(cfg, device):
         """A benchmark."""
         yield [turns.single_row("section", "case", "name", 1.5)]
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(bench.BENCHMARKS, "ceilings", stopped)
+    monkeypatch.setitem(bench.BENCHMARKS, "sample", stopped)
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["ceilings", "--device=cpu", f"--out_dir={tmp_path}"])
-    assert json.loads((tmp_path / "ceilings.json").read_text())["rows"][0]["ms"] == 1.5
-    assert "1.500 (1.500 to 1.500)" in (tmp_path / "ceilings.md").read_text()
+        bench.main(["sample", "--device=cpu", f"--out_dir={tmp_path}"])
+    assert json.loads((tmp_path / "sample.json").read_text())["rows"][0]["ms"] == 1.5
+    assert "1.500 (1.500 to 1.500)" in (tmp_path / "sample.md").read_text()
 
 
 def test_what_a_benchmark_has_not_is_refused(call, tmp_path):
     for words, phrases in (
-        (["loss", "--variants=sdpa"], ["loss has no --variants", "train"]),
-        (["train", "--variants=sdpa+fast"], ["no variant 'fast'", "rope_kernel"]),
-        (["train", "--variants=free"], ["free changes nothing in train"]),
-        (["programs", "--variants=combo"], ["combo changes nothing in programs"]),
+        (["kernels", "--device=cpu"], ["no kernel of Triton runs on a cpu", "TRITON_INTERPRET=1"]),
+        (["sample", "--nanogpt=nowhere"], ["sample has no --nanogpt", "train"]),
         (["train", "--nanogpt=nowhere"], ["nowhere/model.py is missing"]),
         (["train", "--rounds=0"], ["--rounds"]),
-        (["tilez"], ["'tilez' is no benchmark", "tiles"]),
-        (["kernels", "--device=cpu"], ["no Triton kernel runs on this cpu", "TRITON_INTERPRET=1"]),
+        (["tilez"], ["'tilez' is no benchmark", "schemes"]),
     ):
         done = call("experiments/bench.py", *words, f"--out_dir={tmp_path}")
         assert_refused(done, *phrases)
@@ -225,22 +165,22 @@ def test_the_minutes_of_a_gpu_are_tried_on_a_cpu(tmp_path):
     env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "2"}
     options = {"text": True, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, start_new_session=True, **options)
-    while "03-train" not in statuses(tmp_path / "out"):
+    while "02-train" not in statuses(tmp_path / "out"):
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     first = statuses(tmp_path / "out")
-    assert first["02-profile"].startswith("done in") and first["03-train"].startswith("begun")
+    assert first["01-profile"].startswith("done in") and first["02-train"].startswith("begun")
     assert "# profile" in (tmp_path / "copy/minutes.md").read_text()
     # too little time for what takes longest
     done = subprocess.run([*command, "--seconds=1"], **options)
-    assert done.returncode == 3 and "03-train: left for the next call" in done.stdout
+    assert done.returncode == 3 and "02-train: left for the next call" in done.stdout
     done = subprocess.run([*command, "--seconds=600"], **options)
     assert done.returncode == 0, done.stdout
-    assert "02-profile: done in" in done.stdout and "(an earlier call)" in done.stdout
+    assert "01-profile: done in" in done.stdout and "(an earlier call)" in done.stdout
     last = statuses(tmp_path / "out")
-    assert all(status.startswith("done in") for status in last.values()) and len(last) == 15
+    assert all(status.startswith("done in") for status in last.values()) and len(last) == 9
     steps = json.loads((tmp_path / "copy/minutes.json").read_text())
     assert [step["step"] for step in steps] == sorted(last)
     rows = {step["step"]: [row for t in step["tables"] for row in t["rows"]] for step in steps}
