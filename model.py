@@ -22,7 +22,6 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import kernels
 import rope_scaling
@@ -43,13 +42,8 @@ class Linear(nn.Linear):
         return kernels.linear(x, self.weight, self.bias)
 
 
-class RMSNorm(nn.RMSNorm):
-    def forward(self, x):
-        return kernels.rms_norm(x, self.weight, self.eps)
-
-
 def make_norm(config):
-    norm = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    norm = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
     return norm(config.n_embd, config.norm_eps)
 
 
@@ -76,8 +70,8 @@ class Attention(nn.Module):
             self.gate = Linear(n_embd, n_gates, bias=False)
         if config.qk_norm != "none":  # over the channels of a head, or of all heads
             is_by_head = config.qk_norm == "head"
-            self.q_norm = RMSNorm(D if is_by_head else n_q, config.norm_eps)
-            self.k_norm = RMSNorm(D if is_by_head else n_kv, config.norm_eps)
+            self.q_norm = nn.RMSNorm(D if is_by_head else n_q, config.norm_eps)
+            self.k_norm = nn.RMSNorm(D if is_by_head else n_kv, config.norm_eps)
         has_scale = config.score_scale_layers == "all" or not config.uses_positions(layer)
         self.query_scale = config.score_scale if has_scale else "none"
         self.sink_scores = None
@@ -494,8 +488,7 @@ class GPT(nn.Module):
         With a cache, in evaluation mode; every module is in its own mode between two tokens.
         Warns once beyond the context length; raises UserError, at once, for what cannot be done.
 
-        tokens:      (B, T) int64 or int32, T >= 1, or a list of B prompts, each a tensor (T,) or a
-                     list of ints, of any lengths
+        tokens:      (B, T) int64 or int32, T >= 1; prompts of other lengths are another call
         temperature: 0 is greedy
         top_k:       keep the k most likely tokens; 0: all
         top_p:       keep the most likely tokens whose probabilities sum to this
@@ -831,24 +824,13 @@ class Sinusoidal(NoPE):
         return x + self.scale * interleave_sin_cos(angle).to(x.dtype)
 
 
-# Of attention in plain PyTorch, without a kernel.
-QUERIES_AT_ONCE = 128
-MAX_SCORES = 1 << 24  # that exist at a time: 64 MiB in float32
-
-
 class RelativeVectors(NoPE):
     """The base of schemes that add vectors to keys and values by distance.
 
-    The kernels have no vectors. Attention is plain PyTorch, a chunk of queries at a time, and the
-    backward pass computes each chunk again, so that the memory grows as the text does.
+    The kernels have no vectors. Attention is plain PyTorch, a chunk of queries at a time.
     """
 
     by_index = True
-
-    def __init__(self, config):
-        super().__init__(config)
-        # A compiler would unroll the chunks. To say so imports it, which takes two seconds.
-        self.attend_in_chunks = torch.compiler.disable(attend_in_chunks)
 
     def vectors(self, n, layer):
         """Return (keys, values, offsets) for n tokens. The score of a query and a key is
@@ -873,52 +855,18 @@ class RelativeVectors(NoPE):
             k, v = cache.update(layer, k.to(v.dtype), v)
             vectors = cache.terms_of(layer, k.shape[2], self.vectors)
         mask = {"window": window, "sinks": sinks, "docs": docs, "positions": positions}
-        attend = attend_in_chunks if q.shape[2] == 1 else self.attend_in_chunks
-        y, lse = attend(attend_chunk, q, k, v, vectors, scale, length, mask)
+        options = vectors, scale, mask, length
+        y, lse = kernels.attend_in_chunks(attend_with_vectors, q, k, v, *options)
         return (y, lse) if return_lse else y
 
 
-def attend_in_chunks(attend_chunk, q, k, v, terms, scale, length, mask):
-    """Attend a chunk of queries at a time. Returns what attend_chunk returns, of all queries.
+def attend_with_vectors(q, k, v, vectors, scale, query, key, mask):
+    """Attend with relative vectors: a chunk of kernels.attend_in_chunks().
 
-    attend_chunk: function of a chunk, which gets terms and mask as they are and returns a tuple:
-    the output (B, H, n, D), and perhaps the log-sum-exp; the others: arguments of
-    kernels.attention().
-    """
-    dtype = v.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k, v = q.to(dtype).to(wide), k.to(dtype).to(wide), v.to(wide)
-    B, H, Tq, _ = q.shape
-    Tk = k.shape[2]
-    size = max(1, min(QUERIES_AT_ONCE, MAX_SCORES // (B * H * Tk)))
-    first = (Tk if length is None else length) - Tq
-    trains = torch.is_grad_enabled()
-    parts = []
-    with torch.autocast(q.device.type, enabled=False):  # which would round the scores
-        for start in range(0, Tq, size):
-            rows = q[:, :, start : start + size]
-            # Keys after the last query are in its future. Behind a length nothing is known of them.
-            end = Tk if length is not None else first + start + rows.shape[2]
-            arguments = rows, k[:, :, :end], v[:, :, :end], terms, scale, first + start, mask
-            if trains:
-                part = checkpoint(attend_chunk, *arguments, use_reentrant=False)
-            else:
-                part = attend_chunk(*arguments)
-            parts.append(part)
-    y, *lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return y.to(dtype), *lse
-
-
-def attend_chunk(q, k, v, vectors, scale, first, mask):
-    """Attend with relative vectors from queries (B, H, n, D), from the index `first` on, to keys
-    (B, Hk, m, D).
-
-    vectors: what RelativeVectors.vectors() returns; mask: options of kernels.visible_keys().
+    vectors: what RelativeVectors.vectors() returns.
     """
     keys, values, offsets = vectors
     u, w = (x[:, None] for x in offsets) if offsets else (0, 0)
-    query = torch.arange(q.shape[2], device=q.device) + first
-    key = torch.arange(k.shape[2], device=q.device)
     distance = (query[:, None] - key).clamp(0, keys.shape[1] - 1)
     index = distance.expand(*q.shape[:2], -1, -1)  # (B, H, n, m)
     scores = kernels.multiply_groups(q + u, k.mT)
@@ -1163,17 +1111,18 @@ class RoPE(NoPE):
             return super().attend(q, k, v, pos, layer, cache, **mask)
         # Keys are cached as rotate() leaves them. Far keys are rotated once more, by tables that
         # all layers of a step share.
-        docs, shared = mask["docs"], mask["shared"]
+        docs, shared, length = mask["docs"], mask["shared"], mask.get("length")
         if cache is not None:
             pos = cache.pos
             k, v = cache.update(layer, k.to(v.dtype), v)
         if "far" not in shared:
             shared["far"] = kernels.cos_sin(far.of_keys(pos) - pos, self.inv_freq)
-        terms = far, self.inv_freq, shared["far"], docs is None and mask["positions"] is None
-        options = mask["scale"], mask.get("length"), {"positions": pos, "docs": docs}
-        if options[1] is None and rope_scaling.is_in_two(q, terms):
+        by_index = docs is None and mask["positions"] is None and length is None
+        terms = far, self.inv_freq, shared["far"], by_index
+        if rope_scaling.is_in_two(q, terms):
             return rope_scaling.attend_in_two(q, k, v, terms, mask["scale"])
-        (y,) = attend_in_chunks(rope_scaling.attend_chunk, q, k, v, terms, *options)
+        options = mask["scale"], {"positions": pos, "docs": docs}, length
+        (y,) = kernels.attend_in_chunks(rope_scaling.attend_chunk, q, k, v, terms, *options)
         return y
 
     def set_length(self, length):

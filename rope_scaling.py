@@ -445,9 +445,9 @@ def attend_in_two(q, k, v, terms, scale):
         return torch.cat((y[:, :, :first], both.to(used)), 2).to(dtype)
 
 
-def attend_chunk(q, k, v, terms, scale, first, mask):
-    """Attend from queries (B, H, n, D), from the index `first` on, to keys (B, Hk, m, D), both
-    rotated by plain RoPE: a tuple of the output (B, H, n, D).
+def attend_chunk(q, k, v, terms, scale, query, key, mask):
+    """Attend from queries (B, H, n, D) to keys (B, Hk, m, D), both rotated by plain RoPE: a chunk
+    of kernels.attend_in_chunks(), which returns a tuple of the output (B, H, n, D).
 
     terms: FarKeys; inverse frequencies; tables of all keys from kernels.cos_sin(), which rotate a
     key to where it seems to be; and whether positions are indices.
@@ -455,12 +455,9 @@ def attend_chunk(q, k, v, terms, scale, first, mask):
     """
     far, inv_freq, tables, by_index = terms
     n, m = q.shape[2], k.shape[2]
-    query = torch.arange(n, device=q.device) + first
-    key = torch.arange(m, device=q.device)
-    # Leave out keys that no query of this chunk can see near, or far. In a cache of fixed shape the
-    # index of the query is not known.
+    # Leave out keys that no query of this chunk can see near, or far.
     near = distant = slice(0, m)
-    if by_index and not torch.is_tensor(first):
+    if by_index:
         near = slice(max(0, m - n - far.window + 1), m)
         distant = slice(0, max(0, min(m - far.window, far.n_keys)))
 

@@ -22,12 +22,12 @@ from torch.utils import checkpoint
 
 from . import eager, torch_private
 
+attend_in_chunks = eager.attend_in_chunks
 cos_sin = eager.cos_sin
 linear = eager.linear
 linear_each = eager.linear_each
 multiply_groups = eager.multiply_groups
 positions_in_documents = eager.positions_in_documents
-rms_norm = eager.rms_norm
 rotate = eager.rotate
 rotate_by = eager.rotate_by
 visible_keys = eager.visible_keys

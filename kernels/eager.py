@@ -6,17 +6,13 @@ goes through in chunks of tokens, whose gradients are kept, if the loss is summe
 of its own, and one query, which decodes a token, computes here on every device.
 """
 
-import contextlib
 import math
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from . import torch_private
+from torch.utils.checkpoint import checkpoint
 
 # MKL chooses its vectorised functions at their first call. Two threads that make this call at the
 # same time can get different ones, whose last bits differ. A single thread makes it here, so that
@@ -82,40 +78,6 @@ def linear_each(x, *layers, joins_on_cpu=True):
     weight = torch.cat([layer.weight for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
     return linear(x, weight, bias).split([len(layer.weight) for layer in layers], -1)
-
-
-def rms_norm(x, weight, eps):
-    """Divide x by its root mean square over the last dimension and multiply by weight.
-
-    x (..., C), weight (C,). eps is added to the mean square; None: F.rms_norm's default.
-    """
-    is_plain = x.device.type == "cpu" and x.dtype == weight.dtype and eps is not None
-    is_wide = x.dtype in (torch.float32, torch.float64)
-    is_traced = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-    if is_plain and is_wide and not is_traced and torch_private.fused_rms_norm is not None:
-        return _RMSNorm.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """rms_norm() for a CPU, where PyTorch differentiates eight operators one by one."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, inverse = torch_private.fused_rms_norm(x, weight.shape, weight, eps)
-        ctx.save_for_backward(x, weight, inverse)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        x, weight, inverse = ctx.saved_tensors
-        unit = x * inverse
-        product = grad * unit
-        # the component of grad * weight along x changes nothing
-        along = (product @ weight).div_(x.shape[-1]).unsqueeze(-1)
-        dx = (grad * weight).addcmul_(unit, along, value=-1).mul_(inverse)
-        return dx, product.flatten(0, -2).sum(0), None
 
 
 # -----------------------------------------------------------------------------
@@ -230,7 +192,11 @@ def positions_in_documents(docs):
 
 
 # -----------------------------------------------------------------------------
-# Attention: by PyTorch's operator, or in bands
+# Attention
+
+CHUNK = 128  # queries at a time, if no compiler would unroll the chunks
+# Where PyTorch's operator with a mask is the fastest way for one query, too.
+MASKED_DEVICES = ("cpu",)
 
 
 def attention(
@@ -242,103 +208,93 @@ def attention(
     The softmax is float32, or float64 if q is.
     """
     H, Tq, D = q.shape[1:]
-    # One query elsewhere than on a CPU takes the valid length from the device.
-    is_single = Tq == 1 and not torch.is_grad_enabled()
-    is_single = is_single and q.device.type not in FLASH_DEVICES
-    if length is not None and not (is_single or torch.compiler.is_compiling()):
-        n = int(length)
-        length = None
-        k, v = k[:, :, :n], v[:, :, :n]
-        gates = None if gates is None else gates[..., :n]
+    Hk, Tk = k.shape[1:3]
     assert gates is None or bias is None, "gates are with no other term"
-    assert length is None or causal, "a valid length is for causal attention"
-    Tk = k.shape[2]
     dtype = v.dtype
     scale = D**-0.5 if scale is None else scale
-    # A cache of fixed shape: keys past its length lie in the future of all queries.
-    q_start = (Tk if length is None else length) - Tq
-    mask = _Mask(q_start, Tk, window, sinks, positions, docs, causal)
-    needs_mask = mask.hides_keys() or (causal and Tq not in (1, Tk)) or length is not None
+    mask = {"window": window, "sinks": sinks, "positions": positions, "docs": docs}
+    if window >= Tk and positions is None:
+        mask["window"] = 0
+    has_term = bias is not None or gates is not None or mask["window"] or docs is not None
+    has_term = has_term or length is not None
+    is_plain = not (has_term or return_lse) and (not causal or Tq in (1, Tk))
+    is_single = Tq == 1 and not torch.is_grad_enabled() and q.device.type not in MASKED_DEVICES
+    if is_single and not (is_plain and (H == Hk or dtype.itemsize == 2)):
+        with torch.autocast(q.device.type, enabled=False):
+            qkv = q.to(dtype), k.to(dtype), v
+            return _attend_from_one_query(*qkv, bias, gates, scale, mask, length, return_lse)
+    if is_plain:
+        # on a CPU float32 is faster for a short text
+        is_slow = q.device.type == "cpu" and Tq > 1 and Tk < 512
+        used = torch.promote_types(dtype, torch.float32) if is_slow else dtype
+        q, k, v = q.to(dtype).to(used), k.to(dtype).to(used), v.to(used)
+        # a bool, also if a compiled length varies
+        is_causal = True if causal and Tq > 1 else False
+        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": H != Hk}
+        with torch.autocast(q.device.type, enabled=False):
+            return F.scaled_dot_product_attention(q, k, v, **options).to(dtype)
+    terms = bias, gates, return_lse
+    mask["causal"] = causal
+    found = attend_in_chunks(attend_chunk, q, k, v, terms, scale, mask, length)
+    return found if return_lse else found[0]
 
-    # autocast would round to bfloat16 again
-    no_autocast = contextlib.nullcontext()
-    if torch.is_autocast_enabled(q.device.type):
-        no_autocast = torch.autocast(q.device.type, enabled=False)
-    if is_single:
-        with no_autocast:
-            qkv = (q.to(dtype), k.to(dtype), v)
-            return _attend_from_one_query(*qkv, bias, gates, scale, mask, needs_mask, return_lse)
 
-    # Bands have log-sum-exps and gradients of all terms, and need little memory. On a CPU they are
-    # also faster than a mask, but for one query or a short text.
-    many_on_cpu = q.device.type == "cpu" and Tq > 1
-    in_bands = return_lse
-    added = gates if bias is None else bias
-    if added is not None:
-        trains = torch.is_grad_enabled() and added.requires_grad
-        n_rows = H * Tq * (1 if gates is None else len(gates))
-        in_bands = in_bands or many_on_cpu or trains or n_rows * Tk > MAX_SCORES
-    elif needs_mask:
-        in_bands = in_bands or (many_on_cpu and Tk >= 512) or Tq * Tk > MAX_SCORES
+def attend_in_chunks(attend_chunk, q, k, v, terms, scale, mask, length=None):
+    """Attend a chunk of queries at a time; the backward pass computes each chunk again, so that the
+    memory grows as the text does. Returns what attend_chunk returns, of all queries.
 
-    # Keep bfloat16 only for PyTorch's operator. There float32 is faster for a short text on a CPU,
-    # and for a GPU the mask would get this dtype, in which distances above 256 are rounded.
+    attend_chunk: function of a chunk, which gets terms, the indices of its queries and its keys,
+    and mask, options of visible_keys(). It returns a tuple: the output (B, H, n, D), and perhaps
+    the log-sum-exp. The others: arguments of attention().
+    """
+    dtype = v.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    is_slow = many_on_cpu and Tk < 512
-    is_coarse = added is not None and q.device.type != "cpu"
-    if not (in_bands or is_slow or is_coarse):
-        wide = dtype
     q, k, v = q.to(dtype).to(wide), k.to(dtype).to(wide), v.to(wide)
-    with no_autocast:
-        if not in_bands:
-            return _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask).to(dtype)
-        y, lse = _attend_in_bands(q, k, v, bias, gates, scale, mask, length)
-    return (y.to(dtype), lse) if return_lse else y.to(dtype)
+    B, H, Tq, _ = q.shape
+    Tk = k.shape[2]
+    size = max(1, min(Tq, MAX_SCORES // (B * H * Tk)))
+    size = size if torch.compiler.is_compiling() else min(size, CHUNK)
+    # Keys after the last query are in its future, and others may be before all windows.
+    is_causal = mask.get("causal", True)
+    has_window = mask.get("window") and not mask["sinks"] and mask["positions"] is None
+    parts = []
+    with torch.autocast(q.device.type, enabled=False):  # which would round the scores
+        for start in range(0, Tq, size):
+            rows = q[:, :, start : start + size]
+            first = Tk - Tq + start
+            end = first + rows.shape[2]
+            keys = slice(0, end if is_causal else Tk)
+            if has_window and length is None:
+                keys = slice(max(0, first - mask["window"] + 1), keys.stop)
+            query = torch.arange(first, end, device=q.device)
+            if length is not None:
+                # where the queries end is known on the device only
+                keys, query = slice(0, Tk), query - Tk + length
+            key = torch.arange(keys.start, keys.stop, device=q.device)
+            arguments = rows, k[:, :, keys], v[:, :, keys], terms, scale, query, key, mask
+            if torch.is_grad_enabled() and size < Tq:
+                part = checkpoint(attend_chunk, *arguments, use_reentrant=False)
+            else:
+                part = attend_chunk(*arguments)
+            parts.append(part)
+    y, *lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return y.to(dtype), *lse
 
 
-class _Mask(NamedTuple):
-    """Which keys the queries see: options of attention(), and the index of the first query."""
-
-    q_start: int | Tensor  # or (1,)
-    n_keys: int
-    window: int
-    sinks: int
-    positions: Tensor | None
-    docs: Tensor | None
-    causal: bool
-
-    def hides_keys(self):
-        """Whether a window or documents hide keys."""
-        has_window = self.window and (self.n_keys > self.window or self.positions is not None)
-        return bool(has_window) or self.docs is not None
-
-    def range_of(self, rows):
-        """The keys that these queries may see: both are slices."""
-        first, end = self.q_start + rows.start, self.q_start + rows.stop
-        start, stop = 0, end if self.causal else self.n_keys
-        if self.window and not self.sinks and self.positions is None:
-            start, stop = max(0, first - self.window + 1), min(stop, end + self.window - 1)
-        if self.docs is not None:
-            # Documents lie side by side, so this finds few documents without a query.
-            docs = self.docs[:, first:end]
-            low, high = docs.amin(1, keepdim=True), docs.amax(1, keepdim=True)
-            docs = self.docs[:, start:stop]
-            found = ((docs >= low) & (docs <= high)).any(0).nonzero()
-            start, stop = start + int(found[0]), start + int(found[-1]) + 1
-        return slice(start, stop)
-
-    def indices(self, rows, device):
-        """The indices (n,) among the keys of these queries, a slice."""
-        return torch.arange(rows.start, rows.stop, device=device) + self.q_start
-
-    def visible(self, rows, keys, device):
-        """Which of these keys, a slice, each of these queries sees, and their distances.
-
-        bool (1 or B, 1, n, keys) and int64 (n, keys), which is negative for later keys.
-        """
-        query = self.indices(rows, device)
-        key = torch.arange(self.n_keys, device=device)[keys]
-        return visible_keys(query, key, *self[2:]), query[:, None] - key
+def attend_chunk(q, k, v, terms, scale, query, key, mask):
+    """Attend from queries (B, H, n, D) to keys (B, Hk, m, D), with a bias or gates."""
+    bias, gates, with_lse = terms
+    seen = visible_keys(query, key, **mask)
+    added = _scores_to_add(query, key, bias, gates, seen, q.dtype)
+    if not with_lse:
+        enable_gqa = q.shape[1] != k.shape[1]
+        added = seen if added is None else added
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return (F.scaled_dot_product_attention(q, k, v, added, **options),)
+    scores = multiply_groups(q, k.mT) * scale
+    scores = scores.masked_fill(~seen, -math.inf) if added is None else scores + added
+    lse = scores.logsumexp(-1)
+    return multiply_groups((scores - lse[..., None]).exp(), v), lse
 
 
 def visible_keys(query, key, window=0, sinks=0, positions=None, docs=None, causal=True):
@@ -358,64 +314,44 @@ def visible_keys(query, key, window=0, sinks=0, positions=None, docs=None, causa
     return seen[:, None]
 
 
+def _scores_to_add(query, key, bias, gates, seen, dtype):
+    """The bias or gates of scores, -inf for keys that are not seen; None without a term.
+
+    (B or 1, H or 1, n, m).
+    """
+    distance = (query[:, None] - key).abs()
+    if gates is not None:  # their difference in float64: they may be large
+        scores = gates[:, :, query, None] - gates[:, :, None, key]
+    elif bias is None:
+        return None
+    elif bias.dim() == 1:
+        scores = -bias[:, None, None] * distance
+    else:
+        scores = bias[:, distance.clamp(max=bias.shape[1] - 1)]
+    return scores.masked_fill(~seen, -math.inf).to(dtype)
+
+
 def multiply_groups(x, y):
     """Multiply x (B, H, n, a) by y (B, Hk, a, b), which H / Hk heads share, without a copy of y."""
     groups = x.unflatten(1, (y.shape[1], -1)).flatten(2, 3)  # (B, Hk, H / Hk * n, a)
     return (groups @ y).view(*x.shape[:3], y.shape[3])
 
 
-def _attend_by_pytorch(q, k, v, bias, gates, scale, mask, needs_mask):
-    """Compute attention by PyTorch's operator, with a mask if one is needed."""
-    added = None
-    if bias is not None or gates is not None or needs_mask:
-        added = _scores_to_add(q, k.shape[2], bias, gates, mask)
-    # a bool, also if a compiled length varies
-    is_causal = True if added is None and mask.causal and q.shape[2] > 1 else False
-    enable_gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, added, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def _scores_to_add(q, Tk, bias, gates, mask):
-    """The bias or gates of all scores, -inf for keys that are not seen; without them, a bool mask.
-
-    (B or 1, H or 1, Tq, Tk).
-    """
-    rows = slice(0, q.shape[2])
-    visible, distance = mask.visible(rows, slice(0, Tk), q.device)
-    distance = distance.abs()
-    if gates is not None:
-        of_queries = gates.index_select(2, mask.indices(rows, q.device))
-        scores = of_queries[..., None] - gates[:, :, None]
-    elif bias is None:
-        return visible
-    elif bias.dim() == 1:
-        scores = -bias[:, None, None] * distance
-    else:
-        scores = bias[:, distance.clamp(max=bias.shape[1] - 1)]
-    added = scores.masked_fill(~visible, float("-inf"))
-    return added.to(torch.promote_types(q.dtype, torch.float32))
-
-
-def _attend_from_one_query(q, k, v, bias, gates, scale, mask, needs_mask, return_lse):
+def _attend_from_one_query(q, k, v, bias, gates, scale, mask, length, return_lse):
     """Compute attention of one query, without gradient.
 
     Keys and values are read once, in their dtype: the queries that share them are the rows of one
-    product, with float32 scores. PyTorch's operator does this if there is nothing to add or hide.
+    product, with float32 scores.
     """
     B, H, _, D = q.shape
     Hk, Tk = k.shape[1:3]
-    is_plain = bias is None and gates is None and not (needs_mask or return_lse)
-    if is_plain and (H == Hk or v.dtype.itemsize == 2):  # else it would copy keys for each query
-        return _attend_by_pytorch(q, k, v, None, None, scale, mask, False)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # views of a cache
     scores = _wide_product(q.reshape(B * Hk, -1, D), k.mT).view(B, H, 1, Tk) * scale
-    if bias is not None or gates is not None:
-        scores = scores + _scores_to_add(q, Tk, bias, gates, mask)
-    elif needs_mask:
-        visible = _scores_to_add(q, Tk, bias, gates, mask)
-        scores = scores.masked_fill(~visible, -math.inf)
+    key = torch.arange(Tk, device=q.device)
+    query = key[-1:] if length is None else length - 1
+    seen = visible_keys(query, key, **mask)
+    added = _scores_to_add(query, key, bias, gates, seen, scores.dtype)
+    scores = scores.masked_fill(~seen, -math.inf) if added is None else scores + added
     # Values are split over products: a single one of few rows can leave most of a GPU idle.
     n = SPLIT if Tk % SPLIT == 0 and v.is_contiguous() else Tk
     p = scores.softmax(-1).to(v.dtype).view(B * Hk, -1, Tk // n, n).transpose(1, 2)
@@ -431,300 +367,6 @@ def _wide_product(a, b):
     if a.is_cuda and torch.version.cuda:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
-
-
-# -----------------------------------------------------------------------------
-# Attention in bands
-#
-# A chunk of queries gets explicit scores for near keys, with the bias of each distance. Keys from
-# the distance `reach` on share the last entry and go through PyTorch's flash attention for CPUs;
-# the two parts are merged by their log-sum-exps. The backward pass of flash attention takes the
-# output and the log-sum-exp over **all** keys, and returns the gradients for the distant keys. The
-# last table entry is added to every distant score. Its gradient is the part of the row's total that
-# the near scores do not take; the total is the gradient of the log-sum-exp.
-#
-# Gates c_i - c_j go through flash attention for all keys before the chunk: c_i is a constant of
-# query i, which the log-sum-exp gets, and -c_j, a channel more of k. Each chunk counts c from its
-# own first query, in float64, as float32 rounds great numbers. Slopes are gates: c_i = -slope * i.
-#
-# That operator exists on CPUs only. Elsewhere, and if attention is not causal, all keys are near.
-
-_flash = torch_private.flash_for_cpu
-_flash_backward = torch_private.flash_for_cpu_backward
-FLASH_DEVICES = ("cpu",) if _flash and _flash_backward else ()
-CHUNK = 128  # queries at a time on a CPU
-
-
-def _attend_in_bands(q, k, v, bias, gates, scale, mask, length):
-    """Compute attention in bands: the output, and the log-sum-exp (B, H, Tq)."""
-    B, H, Tq, _ = q.shape
-    Tk = k.shape[2]
-    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    if bias is not None and bias.dim() == 1:
-        index = torch.arange(Tk if mask.causal else max(Tq, Tk), device=q.device)
-        if mask.causal:
-            gates = (-bias[:, None].double() * index)[None]  # (1, H, Tk)
-            bias = None
-        else:
-            bias = -bias[:, None] * index
-    bias = q.new_zeros(1, 1) if bias is None else bias.to(q.dtype)
-
-    # The first distance that is not near, and the number of queries at a time.
-    reach = max(2, bias.shape[1]) - 1
-    if q.device.type not in FLASH_DEVICES:
-        reach = Tk
-    if mask.window and not mask.sinks and mask.positions is None:
-        reach = min(reach, mask.window)
-    # Not causal, all are near, and of more queries than keys the first ones are before all keys.
-    reach = min(reach, Tk) if mask.causal else max(Tq, Tk)
-    n = Tq if q.device.type not in FLASH_DEVICES else CHUNK
-    if reach == 1 and not mask.hides_keys():  # almost all is flash attention's: in larger blocks
-        n = max(n, min(6 * CHUNK, Tk // 16))
-    n = max(1, min(n, Tq, MAX_SCORES // (2 * B * H * (reach + n) + B * Tk)))
-
-    table = _by_falling_distance(reach, n, mask.causal, bias)
-    return _Bands.apply(
-        (mask.window, mask.sinks, int(mask.causal), reach, n), scale,
-        q, k, v, table, gates, mask.docs, mask.positions, length,
-    )  # fmt: skip
-
-
-def _by_falling_distance(reach, n, causal, table):
-    """Table (H, m) at distances 0, 1, ... -> (H, L), from distance reach + n - 1 down.
-
-    Behind distance 0 are n - 1 times -inf, or if attention is not causal, later keys.
-    """
-    last = table[:, -1:].expand(-1, max(0, reach + n - table.shape[1]))
-    table = torch.cat((table, last), 1)[:, : reach + n]
-    future = torch.full_like(table[:, : n - 1], float("-inf"))
-    later = future if causal else table[:, 1 : reach + n - 1]
-    return torch.cat((table.flip(1), later), 1)
-
-
-class _Bands(torch.autograd.Function):
-    """Attention in bands, of which both passes are operators of their own for torch.compile."""
-
-    @staticmethod
-    def forward(ctx, sizes, scale, *tensors):
-        is_compiling = torch.compiler.is_compiling()
-        compute = _forward_operator if is_compiling else _attend_forward
-        y, lse = compute(tensors, sizes, scale)
-        ctx.save_for_backward(y, lse, *tensors)
-        ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.scale = sizes, scale
-        return y, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy, dlse):
-        y, lse, *tensors = ctx.saved_tensors
-        dy = torch.zeros_like(y) if dy is None else dy
-        is_compiling = torch.compiler.is_compiling()
-        compute = _backward_operator if is_compiling else _attend_backward
-        *_, table_grad, gates_grad = ctx.needs_input_grad[2:7]
-        more = (ctx.sizes, ctx.scale, table_grad, gates_grad)
-        dq, dk, dv, dtable, *dgates = compute(dy, dlse, y, lse, tensors, *more)
-        return None, None, dq, dk, dv, dtable, *(dgates or [None]), None, None, None
-
-
-class _Call:
-    """The arguments of both passes, prepared."""
-
-    def __init__(self, tensors, sizes, scale, has_channel):
-        *tensors, docs, positions, length = tensors
-        q, k, v, self.table, self.gates = tensors
-        window, sinks, causal, self.reach, self.n = sizes
-        Tq, Tk = q.shape[2], k.shape[2] if length is None else int(length)
-        self.scale = scale
-        self.mask = _Mask(Tk - Tq, Tk, window, sinks, positions, docs, bool(causal))
-        self.hides = self.mask.hides_keys()
-        self.q, self.k, self.v = q.contiguous(), k.contiguous(), v.contiguous()
-        # What flash attention takes, with a channel for gates, or for the log-sum-exp's gradient.
-        self.distant = [self.q, self.k, self.v]
-        if has_channel:
-            weight = 0.0 if self.gates is None else 1 / scale
-            self.distant = [
-                F.pad(x, (0, 1), value=w) for x, w in zip(self.distant, (weight, 0, 0), strict=True)
-            ]
-
-        # The bias of n queries, one row below the other (H or 1, n, distances); chunks read parts.
-        self.near_table = self.table[:, 1:].unfold(1, self.table.shape[1] - self.n, 1).flip(1)
-
-    def chunks(self):
-        """Yield rows of queries, their near keys, columns of near_table for these, and distant
-        keys: all are slices.
-        """
-        Tq, n = self.q.shape[2], self.n
-        for i in range(0, Tq, n):
-            rows = slice(i, min(i + n, Tq))
-            first = self.mask.q_start + i
-            seen = self.mask.range_of(rows)
-            start = max(seen.start, first - self.reach + 1)
-            # Column 0 has distance reach - 1 in the first row, and index 0 has reach + n - 1.
-            column = self.reach - 1 - (first - start)
-            columns = slice(column, column + seen.stop - start)
-            yield rows, slice(start, seen.stop), columns, slice(seen.start, start)
-
-    def indices(self, rows):
-        """The same slice of the keys."""
-        return slice(self.mask.q_start + rows.start, self.mask.q_start + rows.stop)
-
-    def near_scores(self, rows, near, columns):
-        """Explicit scores (B, H, n, near)."""
-        q = self.q[:, :, rows] * self.scale
-        scores = q @ self.k[:, :, near].mT
-        scores += self.near_table[:, : q.shape[2], columns]
-        if self.gates is not None:
-            of_queries = self.gates[:, :, self.indices(rows), None]
-            scores += (of_queries - self.gates[:, :, None, near]).to(scores.dtype)
-        if self.hides:
-            seen, _ = self.mask.visible(rows, near, q.device)
-            scores.masked_fill_(~seen, float("-inf"))
-        return scores
-
-    def distant_scores(self, rows, keys):
-        """The arguments of flash attention for these scores, and the terms that it lacks.
-
-        q, k, v; a mask to add, and the queries that see no key, or None twice; what the scores of a
-        query have in common (H or 1, n or 1), or for each sequence.
-        """
-        shift = self.table[:, :1]
-        if self.gates is not None:
-            own = self.gates[:, :, self.indices(rows)]
-            self.distant[1][:, :, keys, -1] = (own[..., :1] - self.gates[:, :, keys]).to(shift)
-            shift = shift + (own - own[..., :1]).to(shift)
-        added = is_blind = None
-        if self.hides:
-            seen, _ = self.mask.visible(rows, keys, self.q.device)
-            is_blind = ~seen.any(-1)
-            added = torch.zeros(seen.shape, dtype=self.q.dtype).masked_fill_(~seen, float("-inf"))
-        q, k, v = (x[:, :, part] for x, part in zip(self.distant, (rows, keys, keys), strict=True))
-        return (q, k, v), added, is_blind, shift
-
-
-def _attend_forward(
-    tensors: Sequence[Tensor | None], sizes: Sequence[int], scale: float
-) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp."""
-    call = _Call(tensors, sizes, scale, tensors[4] is not None)
-    y, lse = _zero_outputs(tensors)
-    for rows, near, columns, distant in call.chunks():
-        p = call.near_scores(rows, near, columns)
-        unit = p.amax(-1, keepdim=True)
-        p = p.sub_(unit).exp_()
-        part = p @ call.v[:, :, near]
-        unit = unit.squeeze(-1)
-        total = unit + p.sum(-1).log()
-        if distant.start < distant.stop:
-            qkv, added, is_blind, shift = call.distant_scores(rows, distant)
-            far, far_lse = _flash(*qkv, 0.0, False, attn_mask=added, scale=scale)
-            far_lse = far_lse + shift
-            if is_blind is not None:
-                far_lse.masked_fill_(is_blind, float("-inf"))
-            total = torch.logaddexp(total, far_lse)
-            y[:, :, rows] = far[..., : y.shape[-1]] * (far_lse - total).exp()[..., None]
-        y[:, :, rows] += part * (unit - total).exp()[..., None]
-        lse[:, :, rows] = total
-    return y, lse
-
-
-def _attend_backward(
-    dy: Tensor, dlse: Tensor | None, y: Tensor, lse: Tensor,
-    tensors: Sequence[Tensor | None], sizes: Sequence[int], scale: float, table_grad: bool,
-    gates_grad: bool,
-) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v, the table and, if there are any, the gates."""
-    call = _Call(tensors, sizes, scale, tensors[4] is not None or dlse is not None)
-    grads = [None if x is None else x.new_zeros(x.shape) for x in tensors[:5]]
-    dq, dk, dv, dtable, dgates = grads
-    near_dtable = torch.zeros_like(call.near_table) if table_grad else None
-    D = y.shape[-1]
-    out, dout = y, dy
-    if call.distant[0].shape[-1] > D:
-        # flash attention subtracts dout out from the products of dout and v: add dlse
-        dlse = torch.zeros_like(lse) if dlse is None else dlse
-        out, dout = torch.cat((y, -dlse[..., None]), -1), F.pad(dy, (0, 1), value=1.0)
-    for rows, near, columns, distant in call.chunks():
-        q, g, total = call.q[:, :, rows], dy[:, :, rows], lse[:, :, rows]
-        k, v = call.k[:, :, near], call.v[:, :, near]
-        # the gradient of a number added to all scores of a query
-        rest = torch.zeros_like(total) if dlse is None else dlse[:, :, rows]
-        delta = (g * y[:, :, rows]).sum(-1) - rest
-        p = call.near_scores(rows, near, columns).sub_(total[..., None]).exp_()
-        ds = (g @ v.mT).sub_(delta[..., None]).mul_(p)
-        if gates_grad:  # gradients of a query's scores sum to the gradient of its log-sum-exp
-            dgates[:, :, call.indices(rows)] += _sum_to_batch(rest, dgates)
-            dgates[:, :, near] -= _sum_to_batch(ds.sum(-2), dgates)
-        if table_grad:
-            rest = rest - ds.sum(-1)
-            near_dtable[:, : ds.shape[2], columns] += _sum_to(ds, dtable)
-        ds *= scale
-        dv[:, :, near] += p.mT @ g
-        dk[:, :, near] += ds.mT @ q
-        dq[:, :, rows] = ds @ k
-        if distant.start < distant.stop:
-            qkv, added, is_blind, shift = call.distant_scores(rows, distant)
-            far_dq, far_dk, far_dv = _flash_backward(
-                dout[:, :, rows], *qkv, out[:, :, rows], total - shift, 0.0, False,
-                attn_mask=added, scale=scale,
-            )  # fmt: skip
-            dq[:, :, rows] += far_dq[..., :D]
-            dk[:, :, distant] += far_dk[..., :D]
-            dv[:, :, distant] += far_dv[..., :D]
-            if gates_grad:
-                dgates[:, :, distant] -= _sum_to_batch(far_dk[..., D], dgates)
-            if table_grad:
-                rest = rest if is_blind is None else rest.masked_fill(is_blind, 0)
-                dtable[:, :1] += _sum_to(rest, dtable).sum(1, keepdim=True)
-    if table_grad:
-        dtable[:, 1:] += _keys_to_distances(near_dtable).sum(1)
-    return [x for x in grads if x is not None]
-
-
-def _sum_to(x, like):
-    """x (B, H, ...) summed over B, and over H where all heads share a term (1, ...)."""
-    return x.sum(0) if len(like) > 1 else x.sum((0, 1))[None]
-
-
-def _sum_to_batch(x, like):
-    """x (B, H, ...) summed over B where all sequences share a term (1, H, ...)."""
-    return x if len(like) > 1 else x.sum(0, keepdim=True)
-
-
-def _zero_outputs(tensors, *others):
-    """The output, a view of (B, T, H, D), and the log-sum-exp (B, H, T)."""
-    q = tensors[0]
-    B, H, T, D = q.shape
-    return q.new_zeros(B, T, H, D).transpose(1, 2), q.new_zeros(B, H, T)
-
-
-_forward_operator = torch.library.custom_op(
-    "nanolong::attention_in_bands", _attend_forward, mutates_args=()
-)
-_backward_operator = torch.library.custom_op(
-    "nanolong::attention_in_bands_backward", _attend_backward, mutates_args=()
-)
-
-
-_forward_operator.register_fake(_zero_outputs)
-
-
-@_backward_operator.register_fake
-def _fake_gradients(dy, dlse, y, lse, tensors, sizes, scale, table_grad, gates_grad):
-    return [x.new_empty(x.shape) for x in tensors[:5] if x is not None]
-
-
-def _keys_to_distances(p):
-    """p (..., n, n_keys), by key -> (..., n, n + n_keys - 1), over falling distances.
-
-    Row r is r tokens later than row 0, so its keys start at column n - 1 - r (Transformer-XL's
-    shift). Where a row has no key it is zero.
-    """
-    *batch, n, n_keys = p.shape
-    if n == 1:
-        return p
-    p = F.pad(p, (0, n - 2)).reshape(*batch, n * (n + n_keys - 2))
-    return F.pad(p, (n - 1, 1)).reshape(*batch, n, n + n_keys - 1)
 
 
 # -----------------------------------------------------------------------------

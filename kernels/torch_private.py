@@ -10,13 +10,6 @@ import logging
 
 import torch
 
-# Operators, or None: eager.py then takes public ones, which keep more scores at a time.
-flash_for_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-flash_for_cpu_backward = getattr(
-    torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None
-)
-fused_rms_norm = getattr(torch.ops.aten, "_fused_rms_norm", None)
-
 # Under torch.compile a selective checkpoint warns that in-place operators would go wrong in it.
 # There are none in a block, so the warning is silenced. It has to be done here, because a traced
 # function cannot set a log level. Under another name it would be printed.
