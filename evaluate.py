@@ -4,7 +4,7 @@
     python evaluate.py out/rope out/rope-yarn4 --lengths=256,512,1024 --plot=out/length.png
     python evaluate.py RoPE=out/r1,out/r2,out/r3 ALiBi=out/a1,out/a2,out/a3
     python evaluate.py out/smollm2 --text=book.txt --lengths=2048,8192 --cost=true
-    python evaluate.py out/rope out/rope-yarn4 --task=ruler --ruler=niah,vt
+    python evaluate.py out/rope out/rope-yarn4 --task=ruler --ruler=niah,nth
 
 --task=loss scores validation text, in nats per token, by these protocols:
 
@@ -37,13 +37,12 @@ compared by the differences of their runs in this order.
 
 --task=needle hides a value in filler text, at a depth from 0 (the start) to 1 (the end), and asks
 for it at the end of the prompt. --task=ruler does so for tasks after RULER (2404.06654):
-one value (niah), one of several (multikey), all names of a value (vt), the words that are frequent
-in a list (fwe), the n-th or the last of several values of one key (nth, last), which only their
-order tells. An answer is right if each of its tokens has the highest probability given those before
-it (teacher forcing). Its loss, and its difference to the loss of the same prompt without needles
-(the gain), separate models that are never right. Prompts depend on the seed, the task and the
-length only. Small models know their format only from training on a dataset of
-data/prepare.py --task=niah:1.
+one value (niah), one of several (multikey), the n-th or the last of several values of one key (nth,
+last), which only their order tells. An answer is right if each of its tokens has the highest
+probability given those before it (teacher forcing). Its loss, and its difference to the loss of
+the same prompt without needles (the gain), separate models that are never right. Prompts depend on
+the seed, the task and the length only. Small models know their format only from training on a
+dataset of data/prepare.py --task=niah:1.
 Scores are not those that are published for RULER.
 """
 
@@ -72,7 +71,7 @@ from nanolong.evaluation import (
 
 Task = Literal["loss", "needle", "ruler"]
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned", "repeats"]
-RulerTask = Literal["niah", "multikey", "vt", "fwe", "nth", "last"]
+RulerTask = Literal["niah", "multikey", "nth", "last"]
 
 
 @dataclass
@@ -98,7 +97,7 @@ class EvaluateConfig:
     # [needle, ruler]
     depths: int = 5  # needle: number of depths, from the start to the end
     # ruler: the tasks
-    ruler: tuple[RulerTask, ...] = ("niah", "multikey", "vt", "fwe", "nth", "last")
+    ruler: tuple[RulerTask, ...] = ("niah", "multikey", "nth", "last")
     # prompts for each length and depth, or each length and task; 0: 64, of ruler 20
     trials: int = 0
     # [output]

@@ -5,7 +5,7 @@
     python data/prepare.py --dataset=fineweb10B --shards=10      downloads shards of GPT-2 tokens
     python data/prepare.py my.txt --tokenizer=gpt2 --name=mine   a text file, or a folder of them
     python data/prepare.py my.txt --tokenizer=bpe --vocab_size=4096      a vocabulary of its own
-    python data/prepare.py --task=niah:1,vt:0.5 --length=256     documents that hide their answer
+    python data/prepare.py --task=niah:1,nth:0.5 --length=256     documents that hide their answer
 
 Of a folder whole files are validation, by a hash of their path; of fewer than 20 files it is the
 last tenth of each. Of a file of JSON, a list or lines, the "text" of every row is a document.
@@ -45,7 +45,7 @@ class PrepareConfig:
     val_fraction: float = 0.1
     shards: int = 10  # fineweb10B: training shards to download, of 100M tokens and 200 MB each
     # [task]
-    # make documents of these kinds, with relative frequencies: niah, multikey, vt, fwe, nth, last
+    # make documents of these kinds, with relative frequencies: niah, multikey, nth, last
     task: tuple[str, ...] = ()
     length: int = 256  # the most tokens of a document, and so the sequences to train on
     documents: int = 25_000  # documents for training

@@ -2,9 +2,6 @@
 
     niah      one key with one value, at a depth; asked for the value (a passkey)
     multikey  several keys with a value each; asked for the value of one
-    vt        a chain of variables, each assigned from the one before; asked for their names
-    fwe       a list whose k-th most frequent word occurs in proportion to 1 / k^2; asked for the
-              three most frequent words, the most frequent first
     nth       one key with several values; asked for the first, second, ... of them
     last      one key with several values; asked for the last of them
 
@@ -24,12 +21,10 @@ import numpy as np
 
 from nanolong.errors import UserError, require
 
-KINDS = ("niah", "multikey", "vt", "fwe", "nth", "last")
+KINDS = {"niah": 0, "multikey": 1, "nth": 4, "last": 5}  # a number of each, part of its seed
 FIRST_SAMPLES = {"train": 1 << 32, "val": 1 << 33}  # of datasets
-SEVERAL = {"small": 3, "large": 4}  # keys of multikey, variables of vt, values of nth and last
+SEVERAL = {"small": 3, "large": 4}  # keys of multikey, values of nth and last
 ORDINALS = ("1st", "2nd", "3rd", "4th")
-ANSWERS = 3  # words that fwe asks for
-LEAST_WORDS = 25  # of fwe: of fewer the third is not more frequent than the fourth
 
 SENTENCES = """
 The ferry left the harbour after dawn. A light rain fell on the roofs. Two children counted boats.
@@ -55,19 +50,12 @@ CODE = " Question: which code does {0} have? Answer: the code of {0} is"
 ORDERED = " Question: what is the {1} code of {0}? Answer: the {1} code of {0} is"
 TEXTS = {
     "small": {
-        **dict.fromkeys(("niah", "multikey", "vt"), SMALL),
+        **dict.fromkeys(("niah", "multikey"), SMALL),
         **dict.fromkeys(("nth", "last"), (SMALL[0], " ? {1} {0} is")),
-        "fwe": ("", " ? most"),
     },
     "large": {
-        "niah": (" The code of {} is {}.", CODE),
-        "multikey": (" The code of {} is {}.", CODE),
-        "vt": (
-            " VAR {} = {}.",
-            " Question: which variables have the value {}? Answer: the variables are",
-        ),
+        **dict.fromkeys(("niah", "multikey"), (" The code of {} is {}.", CODE)),
         **dict.fromkeys(("nth", "last"), (" The code of {} is {}.", ORDERED)),
-        "fwe": ("", " Question: which three words are the most frequent? Answer: the words are"),
     },
 }
 
@@ -108,8 +96,6 @@ def make_task(kind, size, rng, depth):
     values = [str(number) for number in numbers]
     depths = rng.random(several)
     needle, question = TEXTS[size][kind]
-    if kind == "fwe":
-        return Task([f" {word}" for word in words], [], 0, question, " ".join(words[:ANSWERS]))
     if kind in ("niah", "multikey"):
         # the first needle answers
         if depth is not None:
@@ -117,20 +103,13 @@ def make_task(kind, size, rng, depth):
         n_needles = 1 if kind == "niah" else several
         needles = [(depths[i], needle.format(words[i], values[i])) for i in range(n_needles)]
         return Task(FILLER[size], needles, 1, question.format(words[0]), values[0])
-    # their order counts: a variable is assigned before another is assigned from it
+    # their order counts
     depths.sort()
-    if kind == "vt":
-        pairs = zip(words[:several], [values[0], *words[: several - 1]], strict=True)
-        question = question.format(values[0])
-        answer = " ".join(words[:several])
-    else:
-        number = int(rng.integers(several)) if kind == "nth" else several - 1
-        which = ORDINALS[number] if kind == "nth" else "last"
-        pairs = [(words[0], value) for value in values]
-        question = question.format(words[0], which)
-        answer = values[number]
-    needles = [(place, needle.format(*pair)) for place, pair in zip(depths, pairs, strict=True)]
-    return Task(FILLER[size], needles, several, question, answer)
+    number = int(rng.integers(several)) if kind == "nth" else several - 1
+    which = ORDINALS[number] if kind == "nth" else "last"
+    question = question.format(words[0], which)
+    needles = [(depth, needle.format(words[0], v)) for depth, v in zip(depths, values, strict=True)]
+    return Task(FILLER[size], needles, several, question, values[number])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -148,16 +127,6 @@ def encode(tokenizer, text):
     return [int(i) for i in ids]
 
 
-def rank_words(n):
-    """Return the ranks, from 0, of n words: word k is due whenever a growing number reaches a
-    multiple of (k + 1)^2, so that a longer list begins with the shorter ones.
-    """
-    due = [
-        (i * (rank + 1) ** 2, rank) for rank in range(n) for i in range(1, n // (rank + 1) ** 2 + 1)
-    ]
-    return np.array([rank for _, rank in sorted(due)[:n]])
-
-
 def make_document(kind, tokenizer, length, seed, sample, bos=None, needles=True, depth=None):
     """Make the document that is a function of (seed, kind, sample), in `length` tokens.
 
@@ -168,12 +137,11 @@ def make_document(kind, tokenizer, length, seed, sample, bos=None, needles=True,
     Returns inputs and targets, int64 (length,) each; targets before the answer are -1. The haystack
     begins with the end of a unit. Raises TooShort, or UserError if the vocabulary cannot write it.
     """
-    entropy = [seed, sample, KINDS.index(kind)]
+    entropy = [seed, sample, KINDS[kind]]
     rng = np.random.default_rng([*entropy, 0])
     task = make_task(kind, size_of(tokenizer), rng, depth)
     if not needles:
         task.needles = task.needles[task.n_asked :]
-        task.units = task.units[ANSWERS:] if kind == "fwe" else task.units
     prefix = [] if bos is None else [bos]
     facts = [encode(tokenizer, text) for _, text in task.needles]
     question, answer = encode(tokenizer, task.question), encode(tokenizer, f" {task.answer}")
@@ -182,22 +150,21 @@ def make_document(kind, tokenizer, length, seed, sample, bos=None, needles=True,
 
     # as many units as there is space for
     space = length + 1 - len(prefix) - sum(map(len, facts)) - len(question) - len(answer)
-    least = LEAST_WORDS if kind == "fwe" else 0
-    most = max(least, space // sizes.min() + 1)
+    most = max(0, space // sizes.min() + 1)
     # of its own, so that the haystack does not depend on the needles
     rng = np.random.default_rng([*entropy, 1])
-    order = rank_words(most) % len(units) if kind == "fwe" else rng.integers(len(units), size=most)
+    order = rng.integers(len(units), size=most)
     ends = np.concatenate(([0], sizes[order].cumsum()))
-    if space < ends[least]:
-        raise TooShort(kind, length, int(length - space + ends[least]))
+    if space < 0:
+        raise TooShort(kind, length, length - space)
     n = int(np.searchsorted(ends, space, "right")) - 1
-    body = [units[i] for i in (rng.permutation(order[:n]) if kind == "fwe" else order[:n])]
+    body = [units[i] for i in order[:n]]
 
     # needles go into the gaps between units, of one gap the last first
     gaps = [min(int(depth * (n + 1)), n) for depth, _ in task.needles]
     for i in reversed(np.argsort(gaps, kind="stable")):
         body.insert(gaps[i], facts[i])
-    # the rest is filled by the end of a unit, in a list of a rare word
+    # the rest is filled by the end of a unit
     left = space - int(ends[n])
     longer = next(unit for unit in reversed(units) if len(unit) > left)
     ids = np.array(

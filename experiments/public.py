@@ -65,7 +65,7 @@ SEQUENCES_PER_STEP = 4  # of config/finetune_public.toml
 SEEDS = (1, 2)  # of fine-tuning on the fewest tokens; on more only the first
 
 
-Task = Literal["niah", "multikey", "vt", "fwe", "nth", "last"]
+Task = Literal["niah", "multikey", "nth", "last"]
 
 
 @dataclass

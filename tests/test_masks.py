@@ -78,7 +78,7 @@ def write_masked(folder, documents, **meta):
 def tasks_data(tmp_path_factory):
     """A dataset of 300 documents of two tasks, of 30 to 120 tokens."""
     folder = tmp_path_factory.mktemp("data") / "tasks"
-    prepare_tasks(folder, ["niah:1", "vt:0.5"], length=120, documents=300)
+    prepare_tasks(folder, ["niah:1", "nth:0.5"], length=120, documents=300)
     return folder
 
 
@@ -94,14 +94,15 @@ def test_datasets_of_tasks_have_these_kinds_lengths_and_scores(tasks_data):
         scored = [token for token, is_scored in document if is_scored]
         assert document[0] == (256, 0) and document[-len(scored)][1]  # the end is the answer
         answer = bytes(scored).decode()
-        assert answer[0] == " " and len(scored) == (4 if answer[1:].isdigit() else 12)
-        n_niah += answer[1:].isdigit()
+        assert answer[0] == " " and len(scored) == 4 and answer[1:].isdigit()
+        text = bytes(token for token, _ in document[1:]).decode()
+        n_niah += len(text.rpartition(" ? ")[2].split()) == 3  # nth asks for the 1st of a word
         sizes.append(len(document))
     assert abs(n_niah - 200) < 5 * (300 * 2 / 9) ** 0.5  # five standard deviations
     # a document has one token more than the sequence of it
     assert 31 <= min(sizes) < 50 and 115 < max(sizes) <= 121
     meta = json.loads((tasks_data / "meta.json").read_text())
-    assert meta["tasks"] == ["niah", "vt"]
+    assert meta["tasks"] == ["niah", "nth"]
     assert meta["tokens"]["train"] == sum(sizes)
 
 
@@ -144,14 +145,14 @@ def test_documents_may_have_no_bos_and_another_vocabulary(tmp_path):
 
 def test_prepare_makes_a_dataset_that_trains(call, tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "HERE", tmp_path)
-    words = ["--task=niah:1,vt:0.5", "--length=64", "--documents=40"]
+    words = ["--task=niah:1,nth:0.5", "--length=64", "--documents=40"]
     done = assert_success(call("data/prepare.py", *words))
     assert "40 train documents of" in done.stdout and "4 val documents of" in done.stdout
-    assert done.stdout.endswith("train on it with python train.py --dataset=niah-vt\n")
+    assert done.stdout.endswith("train on it with python train.py --dataset=niah-nth\n")
     assert_refused(call("data/prepare.py", *words), "exists already")
     assert_success(call("data/prepare.py", *words, "--name=more", "--bos=false"))
     run = tmp_path / "run"
-    done = call("train.py", *TINY, "--block_size=64", "--dataset=niah-vt", f"--out_dir={run}")
+    done = call("train.py", *TINY, "--block_size=64", "--dataset=niah-nth", f"--out_dir={run}")
     assert "validation on 4 of 4 sequences of 64 tokens" in assert_success(done).stdout
     assert "split" not in done.stdout
 
@@ -235,7 +236,7 @@ def test_mixtures_have_masked_and_other_sequences(tasks_data, text_data):
     assert not has_skips[is_task[:40]].any() and has_skips[~is_task[:40]].any()
     with pytest.raises(UserError, match="leave out --min_doc"):
         dataset.select(min_doc=3)
-    assert dataset.tasks == {"niah", "vt"}
+    assert dataset.tasks == {"niah", "nth"}
 
 
 # -----------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def test_a_run_says_which_documents_are_split_and_goes_on_at_the_next(
     assert_success(call(*words, part, "--init_from=resume", "--max_iters=16", "--batch_size=3"))
     x, y, *_ = data.Dataset(tasks_data).batch(0, 56, 64, 1337)
     assert seen == rows_of(x, y)
-    assert read_meta(newest(tmp_path / "part"))["tasks"] == ["niah", "vt"]
+    assert read_meta(newest(tmp_path / "part"))["tasks"] == ["niah", "nth"]
 
 
 def test_processes_share_the_sequences_of_a_step(tasks_data, make, monkeypatch):

@@ -304,7 +304,7 @@ def test_a_heatmap_has_a_scale_and_no_image():
 
 
 def test_the_report_explains_what_it_shows(tmp_path):
-    kinds = ("multikey", "vt", "fwe", "nth", "last")
+    kinds = ("multikey", "nth", "last")
     records = [asked("a", 64, 0.5, kind=kind) for kind in kinds]
     facts = {"a": {"scheme": "rope"}}
     for shown, others in ((records[:2], kinds[2:]), (records, ())):

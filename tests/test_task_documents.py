@@ -7,7 +7,6 @@ generator.
 import functools
 import itertools
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -25,14 +24,10 @@ bpe = functools.partial(trained_bpe, 2000)
 
 def solve(text):
     """Return the answer that follows from a text and its question, or None."""
-    small = re.fullmatch(r"(.*) \? (?:(.+) is|most)", text)
+    small = re.fullmatch(r"(.*) \? (.+) is", text)
     large = re.fullmatch(r"(.*) Question: (.*)\? Answer: (.*)", text)
     body, question, *begun = (small or large).groups()
-    if question is None or "most frequent" in question:
-        counts = Counter(body.split()).most_common(4)
-        are_different = len({n for _, n in counts}) == 4
-        return " ".join(word for word, _ in counts[:3]) if are_different else None
-    facts = re.findall(r"(?:The code of|VAR)? (\S+) (?:is|=) (\S+)\.", body)
+    facts = re.findall(r"(?:The code of)? (\S+) is (\S+)\.", body)
     in_order = re.fullmatch(r"(?:what is the )?(last|\d)\w* (?:code of )?(\S+)", question)
     if in_order:
         assert not begun or question.replace("what is ", "") + " is" == begun[0]
@@ -41,16 +36,9 @@ def solve(text):
         return values[place - 1] if place <= len(values) > 1 else None
     asked = question
     if large:
-        asked = re.search(r"code does (\S+) have|the value (\S+)", question)
-        asked = asked[1] or asked[2]
-    if not asked.isdigit():
-        values = [value for key, value in facts if key == asked]
-        return values[0] if len(values) == 1 else None
-    names = []
-    while asked in [value for _, value in facts]:
-        (asked,) = [name for name, value in facts if value == asked]
-        names.append(asked)
-    return " ".join(names) or None
+        asked = re.search(r"code does (\S+) have", question)[1]
+    values = [value for key, value in facts if key == asked]
+    return values[0] if len(values) == 1 else None
 
 
 def read(tokenizer, inputs, targets):
@@ -63,7 +51,7 @@ def read(tokenizer, inputs, targets):
 
 
 @given(
-    st.sampled_from(KINDS),
+    st.sampled_from(list(KINDS)),
     st.booleans(),
     st.integers(400, 16_000),
     st.integers(0, 1 << 40),
@@ -77,9 +65,6 @@ def test_answers_follow_from_the_text_and_only_from_the_needles(kind, is_bpe, le
     assert len(inputs) == len(targets) == length and inputs[0] == tokenizer.bos
     text, answer = read(tokenizer, inputs, targets)
     assert " " + solve(text) == answer
-    if kind == "vt":  # a variable is assigned before another is assigned from it
-        places = [re.search(rf" {name} (is|=) ", text).start() for name in answer.split()]
-        assert places == sorted(places)
 
     text, same_answer = read(tokenizer, *make_document(*what, needles=False))
     assert same_answer == answer
@@ -126,21 +111,10 @@ def test_the_needle_stands_at_its_depth(kind):
     assert abs(counts - 60).max() < 5 * 60**0.5  # five standard deviations
 
 
-def test_frequent_words_have_the_frequencies_of_their_task():
-    text, _ = read(BYTES, *make_document("fwe", BYTES, 12_000, 1, 1))
-    ranked = [n for _, n in Counter(text.split()).most_common(8)]
-    assert ranked[0] > 1000
-    for rank, n in enumerate(ranked, 1):
-        # the last steps of the list may be missing
-        assert abs(n - ranked[0] / rank**2) <= 1
-
-
 def test_a_vocabulary_that_cannot_write_documents_is_refused():
     letters = data.CharTokenizer("abcdefghijklmnopqrstuvwxyz .?")
     with pytest.raises(UserError, match="cannot write ' ... is \\d+.', which documents of tasks"):
         make_document("niah", letters, 300, 1, 1)
-    text, answer = read(letters, *make_document("fwe", letters, 300, 1, 1))
-    assert " " + solve(text) == answer
 
 
 def test_datasets_have_lengths_up_to_the_most_and_documents_of_their_own():

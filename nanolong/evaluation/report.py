@@ -21,9 +21,6 @@ EXPLAINED = {
     "repeats": "repeats says what a longer context gains over the shortest, by where a token and "
     "the two before it stood last: a gain on far repeats shows that the longer context is used.",
     "multikey": "multikey hides several keys with a value each and asks for the value of one.",
-    "vt": "vt assigns a value to a variable, and this one to the next: the answer is the names of "
-    "all, in this order.",
-    "fwe": "fwe is a list of words: the answer is the three most frequent, in this order.",
     "nth": "nth gives several values to one key and asks for the n-th of them.",
     "last": "last gives several values to one key and asks for the last of them.",
 }

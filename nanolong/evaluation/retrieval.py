@@ -3,7 +3,6 @@
 """
 
 import hashlib
-import math
 from functools import partial
 from itertools import product
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from data.tasks import ANSWERS, DIGITS, SEVERAL, WORDS, make_document, size_of
+from data.tasks import DIGITS, SEVERAL, make_document, size_of
 from nanolong import devices, inference
 from nanolong.errors import note, require
 from nanolong.evaluation import intervals
@@ -25,13 +24,10 @@ TRIALS = {"needle": 64, "ruler": 20}
 
 def chance(kind, size):
     """Return the fraction of prompts that a guess answers: one of the values in the text, or if
-    they are one or words, any number or any words. Its loss is -ln of this, in nats.
+    that is one, any number. Its loss is -ln of this, in nats.
     """
     if kind == "niah":
         return 1 / (9 * 10 ** (DIGITS[size] - 1))
-    if kind in ("vt", "fwe"):
-        n_answers = SEVERAL[size] if kind == "vt" else ANSWERS
-        return 1 / math.perm(len(WORDS[size]), n_answers)
     return 1 / SEVERAL[size]
 
 
