@@ -17,7 +17,7 @@ import math
 import operator
 import warnings
 from dataclasses import dataclass, replace
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn as nn
@@ -72,8 +72,9 @@ class Attention(nn.Module):
             is_by_head = config.qk_norm == "head"
             self.q_norm = nn.RMSNorm(D if is_by_head else n_q, config.norm_eps)
             self.k_norm = nn.RMSNorm(D if is_by_head else n_kv, config.norm_eps)
-        has_scale = config.score_scale_layers == "all" or not config.uses_positions(layer)
-        self.query_scale = config.score_scale if has_scale else "none"
+        scale = config.read_query_scale()
+        in_no_layer = scale is None or scale.nope_only and config.uses_positions(layer)
+        self.query_scale = None if in_no_layer else scale
         self.sink_scores = None
         if config.sink_scores:
             self.sink_scores = nn.Parameter(torch.zeros(config.n_head))
@@ -88,7 +89,7 @@ class Attention(nn.Module):
         # (B, H or Hk, T, D)
         q, k, v = (y.view(B, T, -1, self.config.head_dim).transpose(1, 2) for y in (q, k, v))
         # The more keys a query sees, the larger its scores.
-        if self.query_scale != "none":
+        if self.query_scale is not None:
             q = self.scale_queries(q, pos[..., None, :, None])
         # Rotate queries and keys by their positions, or by the text; compute gates from the text.
         past = Past(self.layer, cache, mask.get("docs"))
@@ -117,13 +118,13 @@ class Attention(nn.Module):
 
     def scale_queries(self, q, t):
         """Multiply queries (B, H, T, D) by a factor of positions t, (1, T, 1) or (B, 1, T, 1)."""
-        length = self.config.score_scale_length or self.config.original_length
+        length = self.query_scale.length or self.config.original_length
         n = t + 1  # keys that a query sees
         if self.window:
             n = n.clamp(max=self.window + self.sinks)
-        if self.query_scale == "llama4":
-            steps = (t + self.config.score_scale_offset) // length
-            factor = 1 + self.config.score_scale_coefficient * (1 + steps).log()
+        if self.query_scale.kind == "llama4":
+            steps = (t + self.query_scale.offset) // length
+            factor = 1 + self.query_scale.coefficient * (1 + steps).log()
         else:
             factor = (n.log() / math.log(length)).clamp(min=1)
         return (q * factor).to(q.dtype)
@@ -170,6 +171,16 @@ class Block(nn.Module):
             return x + self.dropout(attended) + self.dropout(self.mlp(self.mlp_norm(x)))
         x = x + self.dropout(self.attention_post_norm(attended))
         return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+
+
+class QueryScale(NamedTuple):
+    """The parts of GPTConfig.query_scale, whose formulas are in docs/schemes.md."""
+
+    kind: str  # logn or llama4
+    nope_only: bool  # in layers without positions only
+    length: int = 0  # L in tokens; 0: the original context length
+    coefficient: float = 0.1  # c of llama4
+    offset: int = 0  # o of llama4, added to positions; Llama 4 has 1, Ministral 3 has 0
 
 
 @dataclass
@@ -220,12 +231,9 @@ class GPTConfig:
     rope_fraction: float = 1.0
     # learned sinks: a score for each head that takes part in the softmax and has no value (gpt-oss)
     sink_scores: bool = False
-    # multiplies each query by a factor that grows with its position (docs/schemes.md)
-    score_scale: Literal["none", "logn", "llama4"] = "none"
-    score_scale_length: int = 0  # the L of its formulas in tokens; 0: the original context length
-    score_scale_coefficient: float = 0.1  # of llama4: multiplies the logarithm
-    score_scale_offset: int = 0  # of llama4: added to positions; Llama 4 has 1, Ministral 3 has 0
-    score_scale_layers: Literal["all", "nope"] = "all"  # nope: those without positions
+    # multiplies queries by a factor that grows with their position: none, logn[:LENGTH], or
+    # llama4[:LENGTH[:COEFFICIENT[:OFFSET]]], with @nope at the end in layers without positions only
+    query_scale: str = "none"
     # set by GPT.extend(): method, factor, options, original_length, and layers if not all
     extension: dict | None = None
 
@@ -251,6 +259,23 @@ class GPTConfig:
     def is_hybrid(self):
         """Whether some layers have a window and others attend to the whole text."""
         return len({self.uses_window(layer) for layer in range(self.n_layer)}) == 2
+
+    def read_query_scale(self) -> QueryScale | None:
+        """Read the parts of query_scale; None for none. Raises UserError."""
+        text = self.query_scale
+        kind, *numbers = text.removesuffix("@nope").split(":")
+        most = {"none": 0, "logn": 1, "llama4": 3}.get(kind, -1)
+        try:
+            parts = [read(x) for read, x in zip((int, float, int), numbers[:most], strict=False)]
+        except ValueError:
+            parts = [-1.0]
+        require(
+            len(numbers) <= most and all(0 <= x < math.inf for x in parts) and text != "none@nope",
+            f"query_scale={text} is unknown: give none, logn:LENGTH or "
+            "llama4:LENGTH:COEFFICIENT:OFFSET (numbers may be left out), with @nope at the end for "
+            "layers without positions",
+        )
+        return None if kind == "none" else QueryScale(kind, text.endswith("@nope"), *parts)
 
     @property
     def original_length(self):
@@ -534,6 +559,7 @@ def check_config(config):
             require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
     require(0 <= config.dropout < 1, f"dropout={config.dropout} is no fraction below 1: give one")
     require(0 <= config.p_rope <= 1, f"p_rope={config.p_rope} is no fraction: give one up to 1")
+    config.read_query_scale()
     for name in ("embed_scale", "attn_scale", "rope_base"):
         require(getattr(config, name) > 0, f"{name} must be above 0: give another")
     pos, pattern, window = config.pos, config.layer_pattern, config.window

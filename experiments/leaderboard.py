@@ -31,7 +31,7 @@ def ARMS(b):
         "rope-nope-every-4th": "--pos=rope --layer_pattern=FFFN",
         "rope-p-0.25": "--pos=rope --p_rope=0.25",
         "rope-p-0.5": "--pos=rope --p_rope=0.5",
-        "rope-logn": "--pos=rope --score_scale=logn",
+        "rope-logn": "--pos=rope --query_scale=logn",
         "rope-gate-head": "--pos=rope --output_gate=head",
         "rope-gate-channel": "--pos=rope --output_gate=channel",
         "nope-gate-head": "--pos=nope --output_gate=head",

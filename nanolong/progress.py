@@ -149,10 +149,6 @@ def note_unused(schemes, config, entries, given):
     scheme = schemes[config.pos]
     of_schemes = {name for other in schemes.values() for name in other.settings}
     unused = dict.fromkeys(of_schemes - {*scheme.settings}, f"--pos={config.pos}")
-    of_llama4 = ("score_scale_coefficient", "score_scale_offset")
-    of_scale = {"none": (*of_llama4, "score_scale_length", "score_scale_layers"), "logn": of_llama4}
-    scale = config.score_scale
-    unused |= dict.fromkeys(of_scale.get(scale, ()), f"--score_scale={scale}")
     for name in sorted(given & unused.keys()):
         if getattr(config, name) != getattr(type(config), name):
             note(f"{unused[name]} does not use --{name}: leave it out, or choose another")

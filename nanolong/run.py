@@ -34,9 +34,9 @@ from nanolong import entry, parallel
 from nanolong.errors import UserError, require
 from nanolong.strict_json import from_json, replace_text, to_json
 
-FORMAT = 6  # of checkpoints, in meta.json
+FORMAT = 7  # of checkpoints, in meta.json
 # older formats, and the last commit that reads each
-READ_BY = {5: "b046c6d", 4: "b046c6d"}
+READ_BY = {6: "5436555", 5: "b046c6d", 4: "b046c6d"}
 # Settings that a resumed run does not take over, and their defaults.
 OF_ONE_COMMAND = {"stop_at": 0, "overwrite": False, "entry": (), "text": "", "out_dir": ""}
 

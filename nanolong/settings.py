@@ -121,6 +121,10 @@ GONE = {
     "parallel": "nanoLong trains by DDP; for sharding see torchtitan",
     "sequence_parallel": "a sequence is on one GPU; for longer ones see torchtitan",
     "random_positions": "train with extend.py --pose=true",
+    **dict.fromkeys(
+        [f"score_scale{part}" for part in ("", "_length", "_coefficient", "_offset", "_layers")],
+        "give --query_scale=logn or llama4:LENGTH:COEFFICIENT:OFFSET, with @nope for some layers",
+    ),
     "store": "matrices keep the dtype of their file",
 }
 

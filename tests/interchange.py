@@ -227,7 +227,7 @@ WINDOW = {"window": 21, "layer_pattern": "WF"}
 OLMO3 = {"norm_position": "post", "qk_norm": "all", **WINDOW, "rope_local_base": 500.0}
 GEMMA3 = {"norm_position": "both", "mlp": "geglu", "qk_norm": "head", "embed_scale": 48**0.5}
 GEMMA3 |= {"attn_scale": 1.1, **WINDOW}
-LLAMA4 = {"score_scale": "llama4"}
+LLAMA4 = {"query_scale": "llama4"}
 TWO_TABLES = {"long_factor": [1.0, 2.0, 3.5, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3]}
 METHODS = ("none", "pi", "ntk", "ntk-parts", "yarn", "abf", "llama3", "ntk-lceg")
 OURS = {
@@ -262,8 +262,8 @@ REFUSED = {
     **{method: ({}, (method, {}), f"method '{method}'") for method in DYNAMIC},
     "output gate": ({"output_gate": "head"}, None, "--output_gate=none"),
     "sinks, QK-norm": ({"sink_scores": True, "qk_norm": "head"}, None, "--sink_scores=True"),
-    "logn": ({"score_scale": "logn"}, None, "--score_scale=logn"),
-    "Ministral 3 at 16": ({**LLAMA4, "score_scale_length": 16}, ("yarn", {}), "other logits"),
+    "logn": ({"query_scale": "logn"}, None, "--query_scale=logn"),
+    "Ministral 3 at 16": ({"query_scale": "llama4:16"}, ("yarn", {}), "other logits"),
     "post-norms": ({"norm_position": "post"}, None, "--norm_position=post"),
     "window and sinks": ({"window": 21, "sinks": 2}, None, "--sinks=2"),
     "NoPE, QK-norm": ({"layer_pattern": "FN", "qk_norm": "head"}, None, "layers of the kinds FN"),

@@ -220,16 +220,18 @@ def attention(model, w, name, h, layer, pos, docs, maps):
         q, k = (
             norm(x, w, f"{name}.{p}_norm", "rmsnorm", c.norm_eps) for x, p in ((q, "q"), (k, "k"))
         )
-    t, L = pos.double()[:, None], c.score_scale_length or c.original_length
+    t = pos.double()[:, None]
     n = (t + 1).clamp(max=c.window + c.sinks) if c.uses_window(layer) else t + 1
-    kind = c.score_scale
-    if c.score_scale_layers == "nope" and c.uses_positions(layer):
+    text, _, layers = c.query_scale.partition("@")
+    kind, *given = text.split(":")
+    L, factor, offset = [*map(float, given), *(0.0, 0.1, 0.0)[len(given) :]]
+    L = L or c.original_length
+    if layers == "nope" and c.uses_positions(layer):
         kind = "none"
     if kind == "logn":
         q = q * (n.log() / math.log(L)).clamp(min=1)
     elif kind == "llama4":
-        steps = ((t + c.score_scale_offset) / L).floor()
-        q = q * (1 + c.score_scale_coefficient * (1 + steps).log())
+        q = q * (1 + factor * (1 + ((t + offset) / L).floor()).log())
     k, v = (torch.stack([x[:, head // group] for head in range(c.n_head)], 1) for x in (k, v))
     bias = keys = values = offsets = None
     ext = c.extension or {"method": "none", "options": {}}

@@ -94,11 +94,6 @@ def test_settings_that_the_scheme_does_not_use_are_noted_once(
         "--pos=fox-rope --rope_base=5e5": set(),
         "--pos=shaw --rope_fraction=1": set(),  # the default
         of_entry: {"--pos=my decay does not use --p_rope"},
-        "--score_scale_length=9": {"--score_scale=none does not use --score_scale_length"},
-        "--score_scale=logn --score_scale_offset=1 --score_scale_length=9": {
-            "--score_scale=logn does not use --score_scale_offset"
-        },
-        "--score_scale=llama4 --score_scale_offset=1": set(),
         "--pos=fox --window=9 --sinks=2": {"--pos=fox forgets the --sinks"},
     }
     for number, (words, expected) in enumerate(cases.items()):

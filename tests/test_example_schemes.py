@@ -44,10 +44,10 @@ def test_two_bases_extend_the_full_layers_only(make):
 def test_ssmax_multiplies_scores_by_s_log_n(settings, make):
     """n counts the visible keys of a window with its sinks, too, and s is of a layer and head.
 
-    That is score_scale=logn with a length of 2, log n / log 2, times s log 2 in the queries.
+    That is query_scale=logn:2, log n / log 2, times s log 2 in the queries.
     """
     model = make(pos="ssmax", **settings)
-    expected = make(score_scale="logn", score_scale_length=2, **settings)
+    expected = make(query_scale="logn:2", **settings)
     s = model.pos.s * math.log(2)
     assert s.shape == (2, 4)
     for block, factors in zip(expected.blocks, s, strict=True):

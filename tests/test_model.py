@@ -249,8 +249,8 @@ slow = pytest.mark.slow  # each of them compiles for seconds
         {"n_layer": 1, "dropout": 0.2},
         pytest.param({"pos": "t5"}, marks=slow),
         pytest.param({"pos": "kerple-power"}, marks=slow),
-        pytest.param({"score_scale": "logn", "score_scale_length": 3}, marks=slow),
-        pytest.param({"score_scale": "llama4", "score_scale_length": 4}, marks=slow),
+        pytest.param({"query_scale": "logn:3"}, marks=slow),
+        pytest.param({"query_scale": "llama4:4"}, marks=slow),
     ],
     ids=str,
 )

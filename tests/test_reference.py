@@ -37,11 +37,11 @@ MODELS += [
     {"norm_eps": 0.1},
     {"sink_scores": True, "pos": "t5"},
     {"sink_scores": True, **W},
-    {"score_scale": "logn"},
-    {"score_scale": "logn", "score_scale_length": 3, **W},
-    {"score_scale": "llama4", **W},
-    {"score_scale": "logn", "score_scale_layers": "nope", "layer_pattern": "FN"},
-    {"score_scale": "llama4", "score_scale_length": 4, "score_scale_offset": 1, "pos": "nope"},
+    {"query_scale": "logn"},
+    {"query_scale": "logn:3", **W},
+    {"query_scale": "llama4", **W},
+    {"query_scale": "logn@nope", "layer_pattern": "FN"},
+    {"query_scale": "llama4:4:0.3:1", "pos": "nope"},
 ]
 # models, and how each is extended: method, options
 EXTENDED = [(m, "pi", {}) for m in MODELS if "pi" in POSITIONS[m.get("pos", "rope")].methods]
@@ -56,7 +56,7 @@ EXTENDED += [
     ({"head_dim": 10, "rope_fraction": 0.6}, "dynamic-yarn", {}),
     ({}, "dynamic-ntk", {"length": 48.0}),  # does not follow the text
     ({}, "jet-long", {"length": 70.0}),
-    ({"score_scale": "logn"}, "dynamic-ntk", {}),
+    ({"query_scale": "logn"}, "dynamic-ntk", {}),
     ({"pos": "alibi"}, "dynamic-pi", {}),
     ({"pos": "xl", **W}, "clamp", {}),
     ({"pos": "nope"}, "scale", {"scale": 1.3}),

@@ -39,7 +39,11 @@ MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
     ("--window=5 --layer_pattern=F", "give --window=N"),
     ("--sinks=2", "give --window=N"),
     ("--pos=learned --layer_pattern=FN", "acts in no layer"),
-    ("--score_scale=ssmax", "none, logn, llama4"),
+    ("--query_scale=ssmax", "none, logn:LENGTH"),
+    ("--query_scale=logn:9:0.1", "none, logn:LENGTH"),
+    ("--query_scale=llama4:9.5", "llama4:LENGTH:COEFFICIENT:OFFSET"),
+    ("--query_scale=llama4:9:nan", "llama4:LENGTH:COEFFICIENT:OFFSET"),
+    ("--query_scale=llama4@rope", "@nope at the end"),
     ("--attn_scale=0", "attn_scale must be above 0"),
     ("--norm_eps=1e39", "finite in float32"),
 ]
@@ -191,9 +195,9 @@ def test_what_fits_is_not_refused(call, text_data, tmp_path):
     """The edges of the rules above."""
     for number, words in enumerate(
         (
-            "--score_scale=llama4 --block_size=1",
+            "--query_scale=llama4 --block_size=1",
             "--rope_base=1",
-            "--score_scale=logn --score_scale_layers=nope --layer_pattern=FN",
+            "--query_scale=logn@nope --layer_pattern=FN",
             "--p_rope=0.5",
             "--warmup_iters=2 --max_iters=2 --min_lr=0.003",
         )

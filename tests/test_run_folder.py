@@ -113,7 +113,7 @@ def test_what_cannot_be_read_here_is_refused(folder, monkeypatch):
     meta = json.loads(file.read_text())
     for change, message in (
         ({"config": {**meta["config"], "window": 5}}, "damaged"),
-        ({"format": 3}, "has format 3, and this version reads 6: use the version that wrote it"),
+        ({"format": 3}, "has format 3, and this version reads 7: use the version that wrote it"),
     ):
         file.write_text(json.dumps({**meta, **change}))
         with pytest.raises(UserError, match=message):

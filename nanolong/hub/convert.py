@@ -29,7 +29,6 @@ from nanolong.hub.rope import read_rope, write_rope
 # names, or its default: a new one is refused until an export computes it.
 FREE = set(FIELDS) - {"mlp"} | {"embed_scale", "attn_scale", "dropout", "extension"}
 FREE |= {"rope_base", "rope_local_base", "rope_fraction", "p_rope", "window", "layer_pattern"}
-FREE |= {"score_scale_length", "score_scale_coefficient"}
 
 # BLOOM's norm of the embeddings became part of them. An ERNIE is a Llama with its rows in another
 # order, and a Llama 4 a Qwen 3: more programs read those, and scale their RoPE.
@@ -218,6 +217,10 @@ def find_obstacles(model, name, family):
     fields = [x for x in dataclasses.fields(config) if x.name not in FREE]
     allowed = {x.name: (x.default,) for x in fields} | family.has
     allowed["embed_scale"] = (family.embed_scale(config),)
+    scale = config.read_query_scale()
+    if scale and (scale.kind, scale.nope_only, scale.offset) == ("llama4", False, 0):
+        if "llama4" in allowed["query_scale"]:  # of any length and coefficient
+            allowed["query_scale"] = (config.query_scale,)
     if "N" in "".join(family.patterns):
         allowed["pos"] += ("nope",)
     # a family without the field has this value
@@ -271,9 +274,9 @@ def write_config(model, name):
             fields["max_position_embeddings"] = config.original_length
     if name == "ministral3":
         # RoPE is extended from the same length there
-        length = config.score_scale_length or config.original_length
-        some["llama_4_scaling_beta"] = config.score_scale_coefficient
-        some["original_max_position_embeddings"] = length
+        scale = config.read_query_scale()
+        some["llama_4_scaling_beta"] = scale.coefficient
+        some["original_max_position_embeddings"] = scale.length or config.original_length
     return AutoConfig.for_model(name, **fields | family.write(config)), factors
 
 

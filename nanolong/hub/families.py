@@ -174,7 +174,7 @@ def read_ministral3(c):
     """Its scores are scaled from the length on that its RoPE is extended from."""
     length = c.rope_parameters["original_max_position_embeddings"]
     coefficient = c.rope_parameters["llama_4_scaling_beta"]
-    return {"score_scale_length": int(length), "score_scale_coefficient": coefficient}
+    return {"query_scale": f"llama4:{int(length)}:{coefficient}"}
 
 
 def read_llama4(c):
@@ -337,7 +337,7 @@ FAMILIES = {
     "mistral": MISTRAL,
     "ministral3": derive(
         MISTRAL,
-        {"score_scale": ("llama4",), "score_scale_offset": (0,), "score_scale_layers": ("all",)},
+        {"query_scale": ("llama4",)},
         read=read_ministral3,
     ),
     "qwen2": QWEN2,
