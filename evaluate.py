@@ -216,18 +216,6 @@ def plan(models, cfg, texts):
     return cells
 
 
-def measure(models, cfg, lengths):
-    """Measure checkpoints (name -> GPT, on their device), and compare them with the first.
-
-    Returns a list of records. What cannot be measured has "refused", the reason, in its record.
-    """
-    cfg.lengths = tuple(lengths)
-    texts = scoring.open_texts(models, cfg) if "loss" in cfg.task else {}
-    records = [record for cell in plan(models, cfg, texts) for record in cell.measure()]
-    comparison.compare(records, list(models))
-    return records
-
-
 def measure_logged(models, cfg, texts, dtype, file):
     """Measure the records that the file does not hold yet. Returns all records."""
     cells = plan(models, cfg, texts)

@@ -517,7 +517,6 @@ class GPT(nn.Module):
         temperature: 0 is greedy
         top_k:       keep the k most likely tokens; 0: all
         top_p:       keep the most likely tokens whose probabilities sum to this
-        generator:   one torch.Generator, or a list of one for each row
         compiled:    compile the decoding step, on a GPU to a CUDA graph
         min_p:       keep tokens of at least this fraction of the most likely one's probability
         stop:        token ids that end a row: it yields its own, and then that one again, until

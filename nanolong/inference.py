@@ -227,18 +227,11 @@ def check_logits(logits):
 
 
 def sample_token(logits, temperature, top_k, top_p, generator, min_p=0.0):
-    """Sample a token for each row of logits (B, V), float32: int64 (B, 1).
-
-    generator: one, or a list of one for each row.
-    """
+    """Sample a token for each row of logits (B, V), float32: int64 (B, 1)."""
     if temperature < 1e-5 or top_k == 1:
         return logits.argmax(-1, keepdim=True)
     p, token_ids = token_probabilities(logits, temperature, top_k, top_p, min_p)
-    if isinstance(generator, list | tuple):
-        rows = zip(p, generator, strict=True)
-        choice = torch.cat([torch.multinomial(row[None], 1, generator=g) for row, g in rows])
-    else:
-        choice = torch.multinomial(p, 1, generator=generator)
+    choice = torch.multinomial(p, 1, generator=generator)
     return choice if token_ids is None else token_ids.gather(1, choice)
 
 

@@ -24,9 +24,11 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
+import evaluate
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.entry import load_entries
 from nanolong.errors import UserError, run_main
+from nanolong.evaluation import comparison, scoring
 from nanolong.run import list_steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -311,6 +313,15 @@ def runs(save_run, text_data):
     """Run folders of untrained models that name their data: RoPE, learned positions, ALiBi."""
     meta = {"dataset": str(text_data), "data_hash": data.Dataset(str(text_data)).hash}
     return [save_run(pos, meta, pos=pos) for pos in ("rope", "learned", "alibi")]
+
+
+def measure_cells(models, cfg, lengths):
+    """The records of evaluate.py of checkpoints, name -> GPT, compared with the first."""
+    cfg.lengths = tuple(lengths)
+    texts = scoring.open_texts(models, cfg) if "loss" in cfg.task else {}
+    records = [x for cell in evaluate.plan(models, cfg, texts) for x in cell.measure()]
+    comparison.compare(records, list(models))
+    return records
 
 
 class Operators(TorchDispatchMode):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, assert_refused, assert_success
+from conftest import ROOT, assert_refused, assert_success, measure_cells
 from test_hf_tokenizer import PADDED_VOCAB_SIZE, import_tokenizer
 from test_loss import losses_of
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 
 def measure(models, lengths, *protocols, **settings):
     cfg = evaluate.EvaluateConfig(protocol=protocols, device="cpu", dtype="float32", **settings)
-    return evaluate.measure(models, cfg, lengths)
+    return measure_cells(models, cfg, lengths)
 
 
 def test_records_are_the_losses_of_one_sequence_at_a_time(make, text_data):

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import assert_refused, assert_success
+from conftest import assert_refused, assert_success, measure_cells
 
-from evaluate import EvaluateConfig, measure
+from evaluate import EvaluateConfig
 from nanolong.evaluation import repeats, scoring
 
 SEPARATOR = 49
@@ -107,7 +107,7 @@ def measured(text, monkeypatch, make):
 
         monkeypatch.setattr(scoring, "open_texts", lambda models, cfg: {"m": Two()})
         cfg = EvaluateConfig(protocol=("repeats",), dtype="float32", **settings)
-        records = measure({"m": model}, cfg, (SHORT, LONG))
+        records = measure_cells({"m": model}, cfg, (SHORT, LONG))
         return {record["bucket"]: record for record in records}
 
     return measure_text
@@ -133,7 +133,7 @@ def test_the_gain_of_all_is_the_difference_of_token_aligned_losses(measured, mak
     model = make(pos="alibi", vocab_size=50, block_size=LONG, n_layer=2)
     found = measured(model, stride=7)
     cfg = EvaluateConfig(protocol=("token-aligned",), dtype="float32", stride=7)
-    short, long = measure({"m": model}, cfg, (SHORT, LONG))
+    short, long = measure_cells({"m": model}, cfg, (SHORT, LONG))
     assert found["all"]["tokens"] == short["tokens"] == long["tokens"]
     assert abs(found["all"]["gain"]["mean"] - (short["loss"] - long["loss"])) < 1e-6
     assert abs(found["all"]["loss"] - long["loss"]) < 1e-6

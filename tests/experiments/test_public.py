@@ -10,11 +10,11 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_refused, run_command
+from conftest import ROOT, assert_refused, measure_cells, run_command
 
 import hf
 from data import texts
-from evaluate import EvaluateConfig, measure
+from evaluate import EvaluateConfig
 from experiments import public, public_report
 from model import GPT
 from nanolong import run
@@ -64,7 +64,9 @@ def test_losses_are_those_of_evaluate(toy, tmp_path, arm):
         model.extend(arm, 4.0)
         own = {"text": str(file), "stride": 16, "max_tokens": 128, "dtype": "float32"}
         cfg = EvaluateConfig(protocol=("repeats",), **own)
-        records = {record["bucket"]: record for record in measure({"": model}, cfg, (32, 128))}
+        records = {
+            record["bucket"]: record for record in measure_cells({"": model}, cfg, (32, 128))
+        }
         n_repeats += records["far"]["tokens"] + records["near"]["tokens"]
         for bucket, record in records.items():
             name = {"far": "far 128", "pair far": "pair far 128"}.get(bucket, bucket)
@@ -171,7 +173,7 @@ def test_answers_are_those_of_ruler(toy, tmp_path):
     assert {(key.task, key.length) for key in cells} == {("niah", ORIGINAL), ("nth", ORIGINAL)}
     model = GPT.load(next((tmp_path / "cache").iterdir()) / "imported")
     cfg = EvaluateConfig(task=("ruler",), ruler=("niah", "nth"), trials=2, dtype="float32")
-    for record in measure({"": model}, cfg, (ORIGINAL,)):
+    for record in measure_cells({"": model}, cfg, (ORIGINAL,)):
         for prompt, (nats, right, gain, guessed) in enumerate(record["by_prompt"]):
             values = cells[record["kind"], "untouched", 0, ORIGINAL, prompt]["values"]
             assert (values["right"], values["right without"]) == (right, guessed)
