@@ -133,6 +133,7 @@ def generate(
     fits = max_new_tokens >= 0 and 0 <= temperature < math.inf and top_k >= 0
     require(fits, f"{given} are no numbers from 0 on: give others")
     require(0 < top_p <= 1, f"top_p={top_p} is a probability: give one above 0 and at most 1")
+    require(0 <= min_p <= 1, f"min_p={min_p} is a fraction: give one from 0 to 1")
     tokens = read_tokens(model, tokens)
     length = tokens.shape[1]
     check_length(model, length, max_new_tokens)

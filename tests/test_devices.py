@@ -81,7 +81,7 @@ def test_compilation_is_used_where_it_pays_and_refused_where_it_cannot_work(monk
 def test_peak_flops_of_known_gpus(monkeypatch):
     assert devices.peak_flops(CPU) is None
     known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12}
-    known |= {"NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA L40S": 362e12}
+    known |= {"NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA L40S": 362e12, "NVIDIA GH200 480GB": 989e12}
     parts = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     unknown = ["Voodoo 2", "NVIDIA L40", "NVIDIA GB200", parts, "NVIDIA RTX 4090 Laptop GPU"]
     for name, flops in {**known, **dict.fromkeys(unknown)}.items():

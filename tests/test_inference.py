@@ -1,6 +1,7 @@
 """Fast generation. Cached and greedy texts of all kinds of models are in test_reference.py."""
 
 import itertools
+import math
 import warnings
 from unittest.mock import MagicMock
 
@@ -121,6 +122,15 @@ def test_kept_tokens_are_those_of_transformers(kind, top_k, top_p):
         if kind == "ties":
             found, expected = found.sort().values, expected.sort().values
         assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, math.nan])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_numbers_outside_their_range_are_refused_at_once(name, value, make):
+    if (name, value) == ("temperature", 1.5):
+        value = math.inf
+    with pytest.raises(UserError, match=name):
+        make().generate([[1, 2]], 3, **{name: value})
 
 
 def test_a_row_ends_at_a_stop_token_and_repeats_it(make):
