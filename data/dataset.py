@@ -106,18 +106,22 @@ class Split:
             return tokens[:-1], tokens[1:]
         return np.concatenate(([self.bos], tokens[:-1])), tokens
 
-    def pose_sequence(self, file, start, length, max_position, rng):
+    def pose_sequence(self, file, start, length, max_position, rng, separator=None):
         """Make a sequence for positional skip-wise training (PoSE: Zhu et al. 2024).
 
         It has two parts; the second begins at the middle at the latest. Between them the positions
-        skip a random number up to max_position - length, and the text another one.
+        skip a random number up to max_position - length, and the text another one, at most to the
+        next separator, so that the parts belong to one document.
         Returns inputs, targets and positions.
         """
         first = int(rng.integers(1, max(1, length // 2) + 1))
         stop = start + length + self.extra_tokens
         max_skip = max_position - length
-        remaining = len(self.tokens[file]) - stop
-        text_skip = int(rng.integers(min(max_skip, remaining) + 1))
+        most = min(max_skip, len(self.tokens[file]) - stop)
+        if separator is not None:
+            skipped = self.tokens[file][start + first : start + first + most]
+            most = int(np.argmax(np.append(skipped == separator, True)))
+        text_skip = int(rng.integers(most + 1))
         position_skip = int(rng.integers(max_skip + 1))
 
         first_part = self.checked_tokens(file, start, start + first)
@@ -184,7 +188,7 @@ class MaskedSplit(Split):
         padding = (0, length - len(targets))
         return np.pad(tokens[:-1], padding), np.pad(targets, padding, constant_values=-1)
 
-    def pose_sequence(self, file, start, length, max_position, rng):
+    def pose_sequence(self, file, start, length, max_position, rng, separator=None):
         """Read a sequence whose positions do not skip: inputs, targets and positions."""
         return *self.sequence_at(file, start, length), np.arange(length)
 
@@ -433,7 +437,8 @@ class Dataset(Text):
         file, start = self.train.training_location(index, length, seed)
         if max_position:
             rng = generator(seed, index)
-            parts = self.train.pose_sequence(file, start, length, max_position, rng)
+            options = (max_position, rng, self.separator)
+            parts = self.train.pose_sequence(file, start, length, *options)
         else:
             parts = (*self.train.sequence_at(file, start, length), None)
         return *parts, self.document_ids(parts[0])

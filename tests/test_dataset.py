@@ -230,6 +230,19 @@ def test_pose_sequences_skip_text_and_positions_independently(bos, tmp_path):
     assert (text_skip != position_skip).mean() > 0.8
 
 
+@pytest.mark.parametrize("length", [64, 256])
+def test_both_parts_of_a_pose_sequence_are_of_one_document(length, tmp_path, rng):
+    """Each token of a document is its number: it changes behind a separator only."""
+    sizes = rng.integers(60, 180, 250)
+    text = [token for i, n in enumerate(sizes, 1) for token in (0, *[i] * n)]
+    dataset = data.Dataset(make_dataset(tmp_path / "pose", text, 251, bos=0))
+    x, y, positions, _ = dataset.batch(0, 500, length, seed=3, max_position=4 * length)
+    before, after = x[:, :-1], x[:, 1:]
+    assert ((before == after) | (before == 0) | (after == 0)).all()
+    skips = dataset.batch(0, 500, length, 3, length)[0] != x  # the same sequences without skips
+    assert skips.any(1).mean() > 0.1 and (np.diff(positions) > 1).any(1).mean() > 0.9
+
+
 # -----------------------------------------------------------------------------
 # Documents
 
