@@ -45,6 +45,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import re
 import shlex
@@ -148,6 +149,10 @@ def load_experiment(name, cfg):
     experiment.arms = {name: as_list(commands) for name, commands in experiment.arms.items()}
     for arm in experiment.arms:
         check_name(arm)
+    words = split(experiment.flags, *itertools.chain(*experiment.arms.values()))
+    has_seed = any(word.partition("=")[0] == "--seed" for word in words)
+    # one run would be counted several times
+    require(not has_seed, f"{file} gives --seed: leave it to run.py's --seeds")
     if isinstance(experiment.claims, str):
         experiment.claims = experiment.claims.splitlines()
     experiment.claims = list(filter(None, experiment.claims))

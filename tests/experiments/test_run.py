@@ -211,6 +211,8 @@ def test_the_code_that_counts_is_that_of_the_own_scheme(tmp_path, monkeypatch):
         ("CLAIMS", "CLAIM", [], "did you mean CLAIMS?"),
         ("ARMS = {", "ARMS = {{", [], "mine.py cannot be run (SyntaxError"),
         ("", "", ["--redraw"], "mine.json, which is not there"),
+        ("--log_interval=1", "--log_interval=1 --seed=7", [], "leave it to run.py's --seeds"),
+        ("--pos=alibi", "--pos=alibi --seed 7", [], "leave it to run.py's --seeds"),
     ],
 )
 def test_what_is_unknown_is_refused_before_anything_runs(
