@@ -250,7 +250,12 @@ class Text:
         return self.n_bytes / found if found else 1.0
 
     def is_text(self, y):
-        """Return which targets y stand for text: no token of a start or an end, and none of -1."""
+        """Return which targets y stand for text: no token of a start or an end, and none of -1.
+
+        Without a tokenizer, every id stands for text except the separator of documents.
+        """
+        if self.tokenizer is None:
+            return (y >= 0) & (y != (-1 if self.separator is None else self.separator))
         return (self.tokenizer.byte_lengths.take(y, mode="clip") > 0) & (y >= 0)
 
     def count_bytes(self, x, y, starts_file=False):

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import assert_refused, assert_success, measure_cells
+from conftest import assert_refused, assert_success, measure_cells, write_dataset
 
+from data import Dataset
 from evaluate import EvaluateConfig
 from nanolong.evaluation import repeats, scoring
 
@@ -159,3 +160,16 @@ def test_the_script_prints_the_table_and_refuses_a_single_length(call, runs, tmp
     records = json.loads(file.read_text())
     assert {record["bucket"] for record in records} == set(repeats.BUCKETS)
     assert "reused: 2 of 2" in call(*words, "--lengths=24,512", f"--json={file}").stdout
+
+
+def test_ids_without_a_tokenizer_are_measured(call, save_run, tmp_path, rng):
+    """Every id is text except the separator."""
+    ids = rng.integers(0, 9, 400)
+    run = save_run(vocab_size=9, block_size=16)
+    folder = write_dataset(tmp_path / "ids", ids, vocab_size=9, bos=0, tokenizer=None)
+    is_text = Dataset(str(folder)).is_text(np.array([-1, 0, 1, 8]))
+    assert is_text.tolist() == [False, False, True, True]
+    words = [f"--dataset={folder}", "--lengths=16,32", "--protocol=repeats", "--max_tokens=64"]
+    done = call("evaluate.py", run, *words)
+    assert_success(done)
+    assert "near" in done.stdout
