@@ -30,7 +30,7 @@ STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 12, "axes.titleweight"
 METHODS = [
     ("none", "RoPE, unchanged", "breaks beyond 1×", RED),
     ("window", "Sliding window", "lowest loss, sees only the end", ORANGE),
-    ("yarn", "YaRN", "higher loss, finds most", BLUE),
+    ("yarn", "YaRN", "higher loss, finds nearly all", BLUE),
     ("self-extend", "Self-Extend", "low loss, finds nearly all", GREEN),
 ]
 PLACES = {"0": "start", "0.25": "", "0.5": "middle", "0.75": "", "1": "end"}
@@ -90,14 +90,14 @@ def draw_hero():
         losses = list(map(mean, seeds))
         axis.errorbar(times, losses, **bars, color=color, linewidth=2.6, marker="o", markersize=5)
         axis.set_xscale("log", base=2)
-        axis.set(ylim=(1, 3.4), xlim=(0.85, 4.7), yticks=[1, 2, 3])
+        axis.set(ylim=(1, 3.75), xlim=(0.85, 4.7), yticks=[1, 2, 3])
         axis.set_xticks(times, [f"{n}×" for n in times])
         axis.minorticks_off()
         axis.set_title(name, color=color, fontsize=13, pad=20)
         axis.text(0, 1.04, verdict, transform=axis.transAxes, fontsize=10.5, color="#555b63")
-        axis.text(
-            4, losses[-1] + 0.15, f"{losses[-1]:.2f}", color=color, ha="center", weight="bold"
-        )
+        height = losses[-1] + bars["yerr"][-1] + 0.12
+        text = {"color": color, "ha": "center", "weight": "bold"}
+        axis.text(4, height, f"{losses[-1]:.2f}", **text)
 
         cells = [[mean(found[arm, f"needle {x}", n]) for n in lengths] for x in PLACES]
         grid.imshow(cells, cmap=FOUND, vmin=0, vmax=1, aspect="auto")

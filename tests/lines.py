@@ -31,12 +31,12 @@ PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
     "its HTML, JavaScript": ("nanolong/**/*.html nanolong/**/*.js", 100, ""),
     "product, Python": (
         f"{SCRIPTS} kernels/**/*.py data/**/*.py nanolong/**/*.py",
-        14350,
+        14400,
         "(11.7, 6.7)",
     ),
     "experiments/": ("experiments/**/*.py", 4050, "(12.0, 3.5)"),
     "examples/": ("examples/**/*.py", 450, "(13.2, 5.9)"),
-    "tests/": ("tests/**/*.py", 14950, "(11.9, 3.6)"),
+    "tests/": ("tests/**/*.py", 15000, "(11.9, 3.6)"),
 }
 
 
