@@ -49,3 +49,23 @@ def keep_address(x):
     """Promise that a tensor stays where it is; without it a CUDA graph copies it at each step."""
     with contextlib.suppress(AttributeError):
         torch._dynamo.mark_static_address(x)
+
+
+def muon_in_float32():
+    """Have torch.optim.Muon multiply in float32. It takes bfloat16, which a CPU without instructions
+    for it multiplies several times as slowly; a torch without this name goes on doing so.
+    """
+    module = getattr(torch.optim, "_muon", None)
+    if hasattr(module, "_zeropower_via_newtonschulz"):
+        module._zeropower_via_newtonschulz = orthogonalize
+
+
+def orthogonalize(grad, coefficients, steps, eps):
+    """Compute Newton and Schulz's iteration of Muon (Jordan 2024) for a matrix, in its dtype."""
+    a, b, c = coefficients
+    x = grad.T if grad.shape[0] > grad.shape[1] else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if grad.shape[0] > grad.shape[1] else x

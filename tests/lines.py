@@ -21,7 +21,7 @@ ROOT = Path(FOLDERS[0] if FOLDERS else Path(__file__).parent.parent).resolve()
 DENSER = 1.05  # than at 7ad6d1d
 SCRIPTS = "model.py rope_scaling.py train.py extend.py sample.py evaluate.py hf.py"
 LIMITS = dict(zip(SCRIPTS.split(), (1300, 500, 550, 400, 150, 350, 100), strict=True))
-REACH = 8000  # train.py, and what it imports
+REACH = 8050  # train.py, and what it imports
 # part -> files and patterns, the most lines, the density of commit 7ad6d1d
 PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
     "scripts": (SCRIPTS, 3200, "(11.2, 8.9)"),
@@ -36,7 +36,7 @@ PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
     ),
     "experiments/": ("experiments/**/*.py", 4050, "(12.0, 3.5)"),
     "examples/": ("examples/**/*.py", 450, "(13.2, 5.9)"),
-    "tests/": ("tests/**/*.py", 15000, "(11.9, 3.6)"),
+    "tests/": ("tests/**/*.py", 15050, "(11.9, 3.6)"),
 }
 
 
