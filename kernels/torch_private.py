@@ -51,17 +51,21 @@ def keep_address(x):
         torch._dynamo.mark_static_address(x)
 
 
+muon_step = getattr(getattr(torch.optim, "_muon", None), "_zeropower_via_newtonschulz", None)
+
+
 def muon_in_float32():
-    """Have torch.optim.Muon multiply in float32. It takes bfloat16, which a CPU without instructions
-    for it multiplies several times as slowly; a torch without this name goes on doing so.
+    """Have torch.optim.Muon multiply in float32 on a CPU. It takes bfloat16, which a CPU without
+    instructions for it multiplies several times as slowly, as a torch without this name still does.
     """
-    module = getattr(torch.optim, "_muon", None)
-    if hasattr(module, "_zeropower_via_newtonschulz"):
-        module._zeropower_via_newtonschulz = orthogonalize
+    if muon_step:
+        torch.optim._muon._zeropower_via_newtonschulz = orthogonalize
 
 
 def orthogonalize(grad, coefficients, steps, eps):
-    """Compute Newton and Schulz's iteration of Muon (Jordan 2024) for a matrix, in its dtype."""
+    """Compute Newton and Schulz's iteration of Muon (Jordan 2024) for a matrix, on a CPU in its dtype."""
+    if not grad.is_cpu:
+        return muon_step(grad, coefficients, steps, eps)
     a, b, c = coefficients
     x = grad.T if grad.shape[0] > grad.shape[1] else grad
     x = x / x.norm().clamp(min=eps)

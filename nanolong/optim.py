@@ -53,8 +53,7 @@ def make_optimizers(model, cfg):
         return [adamw]
     # Steps are as large as AdamW's usually are (Liu et al. 2025, arXiv 2502.16982), so that one
     # learning rate fits both optimizers.
-    if matrices[0].is_cpu:
-        torch_private.muon_in_float32()
+    torch_private.muon_in_float32()
     muon = torch.optim.Muon(
         matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
