@@ -36,15 +36,15 @@ export NANOLONG_SMOLLM2 ?= $(wildcard $(SMOLLM2))
 
 demo: .venv/demo
 	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,$(DEMO)/rope)
-	$(PY) extend.py $(DEMO)/rope --method=none --factor=4 --max_iters=60 --max_tokens=16384 \
-		--out_dir=$(DEMO)/rope-none4 $(call RESUME,$(DEMO)/rope-none4)
 	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=0 --out_dir=$(DEMO)/rope-yarn4-zero \
 		$(call RESUME,$(DEMO)/rope-yarn4-zero)
+	$(PY) extend.py $(DEMO)/rope --method=self-extend --factor=4 --max_iters=0 \
+		--out_dir=$(DEMO)/rope-self-extend4 $(call RESUME,$(DEMO)/rope-self-extend4)
 	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=60 --max_tokens=16384 \
 		--out_dir=$(DEMO)/rope-yarn4 $(call RESUME,$(DEMO)/rope-yarn4)
 	$(PY) sample.py $(DEMO)/rope-yarn4 --start="def " --max_new_tokens=800
-	$(PY) evaluate.py "baseline=$(DEMO)/rope" "baseline + fine-tuning=$(DEMO)/rope-none4" \
-		"YaRN, zero-shot=$(DEMO)/rope-yarn4-zero" "YaRN + fine-tuning=$(DEMO)/rope-yarn4" \
+	$(PY) evaluate.py "RoPE=$(DEMO)/rope" "YaRN=$(DEMO)/rope-yarn4-zero" \
+		"Self-Extend=$(DEMO)/rope-self-extend4" "YaRN, fine-tuned=$(DEMO)/rope-yarn4" \
 		--lengths=256,512,1024,2048 --protocol=chunked,last-quarter,position --max_tokens=32768 \
 		--plot=$(DEMO)/length.png --json=$(DEMO)/length.json --report=$(DEMO)/report.html
 

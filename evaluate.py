@@ -296,7 +296,7 @@ def plot_records(file, records, original_lengths, below, in_bits):
     figure = None
     if losses:
         unit = "bits per byte" if in_bits else "nats per token"
-        figure = figures.loss_figure(file, losses, original_lengths, title, below, unit)
+        figure = figures.loss_figure(file, losses, original_lengths, below, unit)
     elif retrieved:
         figure = figures.heatmap_figure(file, retrieved, title, below)
     else:

@@ -8,11 +8,21 @@ import numpy as np
 
 from nanolong import run
 from nanolong.errors import note, require
+from nanolong.evaluation import intervals
 from nanolong.evaluation.tables import select, unique
 from nanolong.strict_json import to_json
 
 MARKERS = "os^Dv*P"
 LINES = ("-", "--", "-.", ":")
+
+# Titles of the panels. The loss by position and the gains of repeats have axes of their own.
+BY_LENGTH = {
+    "chunked": "loss of all tokens",
+    "last-quarter": "loss in the last quarter",
+    "sliding": "loss of the last tokens of a sequence",
+    "token-aligned": "loss of the same tokens",
+}
+PANELS = {**BY_LENGTH, "position": "loss by position"}
 
 
 def import_pyplot(file):
@@ -87,13 +97,43 @@ def to_svg(figure):
     return svg[svg.index("<svg") :]
 
 
-def loss_figure(file, records, original_lengths, title="", note="", unit="nats per token"):
+def longest_losses(records):
+    """Return the records of the longest sequences that have a loss, of one protocol: last-quarter
+    if it was measured, because failures beyond the training length are largest there.
+    """
+    measured = [r for r in records if r.get("protocol") in BY_LENGTH and r.get("loss") is not None]
+    measured = select(measured, protocol="last-quarter") or measured
+    if not measured:
+        return []
+    longest = max(record["length"] for record in measured)
+    return select(measured, protocol=measured[0]["protocol"], length=longest)
+
+
+def finding(records, names):
+    """Return what the losses show in one sentence, "" if nothing. names: of all checkpoints."""
+    found = longest_losses(records)
+    if not found:
+        return ""
+    best = min(found, key=lambda record: record["loss"])
+    start = f"{best['length']:,} tokens: {best['checkpoint']} has a loss of {best['loss']:.2f}"
+    first = select(found, checkpoint=names[0])
+    if len(found) == 1 or not first:
+        return start
+    if best is first[0]:
+        return f"{start}, and none is lower"
+    is_clear = "difference" in best and intervals.excludes_zero(best["difference"])
+    relation = "" if is_clear else "no clear difference: "
+    return f"{start}, {relation}{first[0]['checkpoint']} has {first[0]['loss']:.2f}"
+
+
+def loss_figure(file, records, original_lengths, note="", unit="nats per token"):
     """Draw the losses of each protocol in a panel: a curve with a band for each checkpoint.
 
     original_lengths are marked. Returns the figure, or None without matplotlib.
     """
     protocols = unique(records, "protocol")
     names = unique(records, "checkpoint")
+    title = finding(records, names)
     figure, axes = new_figure(file, len(protocols), 3, (4.6, 3.6), title, note)
     for axis, protocol in zip(axes, protocols, strict=False):
         if protocol == "repeats":
@@ -101,7 +141,7 @@ def loss_figure(file, records, original_lengths, title="", note="", unit="nats p
             continue
         draw_losses(axis, select(records, protocol=protocol), names)
         mark_lengths(axis, original_lengths)
-        axis.set(title=protocol, ylabel=f"loss, {unit}")
+        axis.set(title=PANELS[protocol], ylabel=f"loss, {unit}")
     if figure:
         handles = axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside right upper", fontsize=8)

@@ -1,4 +1,4 @@
-"""The report of evaluate.py: one HTML file with settings, figures, tables and the text itself.
+"""The report of evaluate.py: one HTML file with figures, tables, the text itself and settings.
 
 The file makes no request and is readable without JavaScript, which only colours the text. Names and
 texts enter the page escaped, as text of a figure, or as JSON, and by nothing else.
@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from nanolong.evaluation import figures, tables
+from nanolong.evaluation import figures, intervals, tables
 from nanolong.strict_json import to_json
 
 PAGE = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
@@ -31,6 +31,22 @@ def explain(records):
     shown = {record.get("protocol") for record in records}
     shown |= {record.get("kind") for record in records}
     return [sentence for name, sentence in EXPLAINED.items() if name in shown]
+
+
+def sentences_of(records):
+    """Return a sentence for each checkpoint: its loss in the longest sequences, and the change."""
+    sentences = []
+    for record in figures.longest_losses(records):
+        loss = intervals.format_interval(record, key="loss")
+        panel = figures.PANELS[record["protocol"]]
+        sentence = f"{record['checkpoint']}: {panel} at {record['length']:,} tokens {loss}"
+        if "difference" in record:
+            difference = intervals.format_interval(record["difference"], sign="+")
+            sentence += f"; {difference} compared with {records[0]['checkpoint']}"
+            if not intervals.excludes_zero(record["difference"]):
+                sentence += ", no clear difference"
+        sentences.append(sentence)
+    return sentences
 
 
 def draw(function, *args):
@@ -71,7 +87,7 @@ def write_report(file, facts, lengths, records, texts, unequal, source):
     """
     labels = next(iter(facts.values()))
     rows = [[label, *(of_one[label] for of_one in facts.values())] for label in labels]
-    settings = tables.Table("Settings and provenance", ["", *facts], rows)
+    settings = tables.Table("Checkpoints", ["", *facts], rows)
     losses = tables.select(records, task="loss")
     retrieved = [record for record in records if "kind" in record]
     loss_html, retrieval_html, cost_html = (
@@ -79,18 +95,19 @@ def write_report(file, facts, lengths, records, texts, unequal, source):
         for part in (losses, retrieved, tables.select(records, task="cost"))
     )
     if any("loss" in record for record in losses):
-        loss_html = draw(figures.loss_figure, losses, lengths) + loss_html
+        found = "".join(f"<p>{escape(sentence)}</p>\n" for sentence in sentences_of(losses))
+        loss_html = draw(figures.loss_figure, losses, lengths) + found + loss_html
     loss_html += tables.paragraphs(explain(losses))
     if any("accuracy" in record for record in retrieved):
         retrieval_html = draw(figures.heatmap_figure, retrieved) + retrieval_html
     retrieval_html += tables.paragraphs(explain(retrieved))
     sections = {
-        "Checkpoints": settings.html() + tables.paragraphs(unequal),
         "Loss by context length and position": loss_html,
         "Retrieval": retrieval_html,
         "Cost": cost_html,
         "The text, coloured by loss": text_section(texts),
         "Left out": tables.paragraphs(tables.refusals(records)),
+        "Settings and provenance": settings.html() + tables.paragraphs([*unequal, source]),
     }
     links = body = ""
     for i, (heading, content) in enumerate(sections.items()):
@@ -98,6 +115,6 @@ def write_report(file, facts, lengths, records, texts, unequal, source):
             links += f'<a href="#section{i}">{heading}</a>\n'
             body += f'<section id="section{i}"><h2>{heading}</h2>\n{content}</section>\n'
     title = escape(", ".join(tables.unique(records, "checkpoint")))
-    page = PAGE.substitute(title=title, source=escape(source), links=links, sections=body)
+    page = PAGE.substitute(title=title, links=links, sections=body)
     # names of files may hold bytes that UTF-8 cannot
     Path(file).write_text(page, encoding="utf-8", errors="replace")
