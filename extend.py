@@ -203,7 +203,7 @@ def extend_model(model, cfg):
     has_same_shapes = shapes == [p.shape for p in model.parameters()]
     trains = cfg.max_iters and cfg.method in rope_scaling.ATTENTION
     require(not trains, f"method {cfg.method!r} is not for training: give --max_iters=0")
-    no_positions = model.pos.by_index or type(model.pos) is NoPE or cfg.method == "drope"
+    no_positions = model.pos.counts_indices() or type(model.pos) is NoPE or cfg.method == "drope"
     require(not (cfg.pose and no_positions), "--pose skips position ids, and this model uses none")
     length = model.config.block_size
     require(cfg.train_length <= length, f"--train_length is beyond the {length} extended tokens")

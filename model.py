@@ -6,8 +6,8 @@
     loss = model(tokens, targets)  # mean cross-entropy in nats per token; targets of -1 are ignored
     for token in model.generate(tokens, 100): ...
 
-Two chapters: the transformer (Attention, MLP, Block, GPTConfig, GPT), and 14 position schemes, of
-which NoPE is the base. At most 1,335 lines.
+Three chapters: the transformer (Attention, MLP, Block, GPTConfig, GPT), what a pass knows of the
+text (Context, KVCache), and 14 position schemes, of which NoPE is the base. At most 1,400 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
 vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
@@ -79,36 +79,26 @@ class Attention(nn.Module):
         if config.sink_scores:
             self.sink_scores = nn.Parameter(torch.zeros(config.n_head))
 
-    def forward(self, x, scheme, pos, cache, mask):
+    def forward(self, x, scheme, context):
         B, T, _ = x.shape
-        # Project to queries, keys and values.
+        # Project to queries (B, H, T, D), keys and values (B, Hk, T, D).
         q, k, v = kernels.linear_each(x, self.q, self.k, self.v)
         if self.config.qk_norm != "none":
             q = self.q_norm(q.unflatten(-1, (-1, *self.q_norm.normalized_shape)))
             k = self.k_norm(k.unflatten(-1, (-1, *self.k_norm.normalized_shape)))
-        # (B, H or Hk, T, D)
         q, k, v = (y.view(B, T, -1, self.config.head_dim).transpose(1, 2) for y in (q, k, v))
-        # The more keys a query sees, the larger its scores.
         if self.query_scale is not None:
-            q = self.scale_queries(q, pos[..., None, :, None])
-        # Rotate queries and keys by their positions, or by the text; compute gates from the text.
-        past = Past(self.layer, cache, mask.get("docs"))
-        q, k = scheme.rotate(q, k, pos, self.layer)
-        angles = scheme.angles(x, self.layer, past)
-        if angles is not None:
-            q, k = kernels.rotate_by(q, k, angles)
-        gates = scheme.gates(x, self.layer, past)
-        # Attend, with the scheme's gates or bias.
+            q = self.scale_queries(q, context.pos[..., None, :, None])
+        # Positions enter in two ways: queries and keys are rotated, and scores get a bias.
+        q, k = scheme.rotate(q, k, x, self.layer, context)
+        bias = scheme.bias(x, self.layer, context)
+        # Attend to all tokens of the text.
         scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
-        options = {"window": self.window, "sinks": self.sinks, "scale": scale, **mask}
-        if gates is not None:
-            options["gates"] = gates
+        options = {"window": self.window, "sinks": self.sinks, "scale": scale}
         if self.sink_scores is None:
-            y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
-        else:  # a score without a value takes part in each softmax; lse does not count it
-            attended = scheme.attend(q, k, v, pos, self.layer, cache, return_lse=True, **options)
-            assert isinstance(attended, tuple), "attend() has to return the log-sum-exp, too"
-            y, lse = attended
+            y = scheme.attend(q, k, v, bias, self.layer, context, **options)
+        else:  # the sink is one more score in the softmax, without a value
+            y, lse = scheme.attend(q, k, v, bias, self.layer, context, return_lse=True, **options)
             y = (y * torch.sigmoid(lse - self.sink_scores[:, None])[..., None]).to(y.dtype)
         y = y.transpose(1, 2)  # (B, T, H, D)
         if self.gate is not None:  # one number for each head, or for each of its channels
@@ -165,8 +155,8 @@ class Block(nn.Module):
         self.mlp_post_norm = make_norm(config) if norms_outputs else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, scheme, pos, cache, mask):
-        attended = self.attention(self.attention_norm(x), scheme, pos, cache, mask)
+    def forward(self, x, scheme, context):
+        attended = self.attention(self.attention_norm(x), scheme, context)
         if self.is_parallel:
             return x + self.dropout(attended) + self.dropout(self.mlp(self.mlp_norm(x)))
         x = x + self.dropout(self.attention_post_norm(attended))
@@ -296,6 +286,7 @@ class GPTConfig:
 class GPT(nn.Module):
     config_class = GPTConfig  # for nanolong/, which is given this class and cannot import the file
     schemes = {}  # POSITIONS, at the end of this file
+    cache_class = None  # KVCache
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -329,7 +320,7 @@ class GPT(nn.Module):
                    in every document. Give them on the CPU: there they are checked without waiting
                    for a GPU
         docs:      document ids (B, T); attention stays within a document
-        cache:     a nanolong.inference.KVCache, extended in place
+        cache:     a KVCache, extended in place
 
         Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
         cannot compute these positions.
@@ -348,18 +339,18 @@ class GPT(nn.Module):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
         assert tokens.dim() == 2, f"tokens have the shape {tuple(tokens.shape)}: give (B, T)"
         T = tokens.shape[1]
-        tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
+        tokens, context = self.prepare_inputs(tokens, positions, docs, cache)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
         x = self.embed(tokens).to(self.norm.weight.dtype)
         if self.config.embed_scale != 1:
             x = x * self.config.embed_scale
-        x = self.dropout(self.pos.embed(x, pos))
+        x = self.dropout(self.pos.embed(x, context.pos))
         # Forward the blocks.
         for layer, block in enumerate(self.blocks):
             scheme = self.scheme_of(layer)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 block = kernels.selective_checkpoint(block)
-            x = block(x, scheme, pos, cache, mask)
+            x = block(x, scheme, context)
         # Keep the new tokens: with a cache, x holds the whole text if the tables have changed.
         return self.norm(x)[:, -T:]
 
@@ -386,39 +377,44 @@ class GPT(nn.Module):
                 raise RuntimeError(f"init_weights() has no rule for {name}: add one")
 
     def prepare_inputs(self, tokens, positions, docs, cache):
-        """Check the inputs, set the scheme's tables and enter the tokens into the cache.
+        """Check the inputs and add the tokens to the cache, or to a Context that keeps nothing.
 
-        Returns the tokens to compute, their position ids, and the mask: keyword arguments of
-        kernels.attention that hold for all layers.
+        Returns the tokens to compute, and the Context.
         """
-        if cache is not None and cache.fixed_shape:  # checked when its fixed shape was set up
-            return tokens, positions, cache.mask()
-        start = 0 if cache is None else cache.length
-        T = tokens.shape[1]
-        end = start + T
-        for x in (positions, docs):
-            assert x is None or x.shape[-1] == T, f"give {T} positions and document ids, as tokens"
-        explicit = positions is not None
-        if not explicit and docs is not None:
-            is_first = cache is None or cache.docs is None
-            whole = docs if is_first else torch.cat((cache.docs, docs), 1)
-            positions = kernels.positions_in_documents(whole)[:, -T:]
-            # sinks are the first tokens of each document, so the kernels need position ids
-            explicit = self.config.sinks > 0
-        elif not explicit:
-            positions = torch.arange(start, end, device=tokens.device)
-        # Reading them makes the CPU wait for a GPU, and breaks a compiled graph in two.
-        elif self.pos.is_dynamic or (positions.is_cpu and not torch.compiler.is_compiling()):
-            end = self.check_positions(positions, docs)
-        positions = positions.to(tokens.device, non_blocking=True)
-        self.check_length(end)
-        tables_version = self.pos.set_length(end)
-        if cache is None:
-            # shared: what is computed once for all layers, as the kernels' tile segments
-            mask = {"docs": docs, "positions": positions if explicit else None, "shared": {}}
-            return tokens, positions, mask
-        tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
-        return tokens, positions, cache.mask()
+        context = Context() if cache is None else cache
+        if context.write_index is not None:  # checked when its fixed shape was set up
+            context.pos = positions
+        else:
+            T = tokens.shape[1]
+            end = context.n + T
+            for x in (positions, docs):
+                assert x is None or x.shape[-1] == T, f"give {T} positions and ids of documents"
+            # A window counts indices, unless positions are given or each document has sinks.
+            counts_positions = positions is not None or (docs is not None and self.config.sinks > 0)
+            if positions is None and docs is None:
+                positions = torch.arange(context.n, end, device=tokens.device)
+            elif positions is None:
+                whole = docs if context.docs is None else torch.cat((context.docs, docs), 1)
+                positions = kernels.positions_in_documents(whole)[:, -T:]
+            # The check reads position ids: the CPU would wait for a GPU to send them, and a
+            # compiled graph would break in two.
+            elif self.pos.is_dynamic or (positions.is_cpu and not torch.compiler.is_compiling()):
+                end = self.check_positions(positions, docs)
+            positions = positions.to(tokens.device, non_blocking=True)
+            self.check_length(end)
+            version = self.pos.set_length(end)
+            tokens = context.add(tokens, positions, docs, counts_positions, version)
+        context.tables = self.pos.tables(context)
+        context.tiles = {}
+        return tokens, context
+
+    def make_context(self, n):
+        """Return the Context of a text of n tokens at positions 0 to n - 1."""
+        context = Context()
+        pos = torch.arange(n, device=self.embed.weight.device)
+        context.add(pos[None], pos, None, False, None)
+        context.tables = self.pos.tables(context)
+        return context
 
     def check_positions(self, positions, docs=None):
         """Check explicit position ids, (T,) or (B, T), by reading them: the greatest, plus 1."""
@@ -427,7 +423,7 @@ class GPT(nn.Module):
         if docs is not None:
             gaps = gaps & (docs.cpu().diff() == 0)
         require(
-            not (self.pos.by_index and gaps.any()),
+            not (gaps.any() and self.pos.counts_indices()),
             f"--pos={self.config.pos} uses distances between indices: give consecutive position "
             "ids, without gaps",
         )
@@ -589,7 +585,7 @@ def check_config(config):
         "with W or S, or neither",
     )
     require(window or not config.sinks, "sinks stay visible beyond a window: give --window=N too")
-    hooks = ("rotate", "bias", "angles", "gates", "attend")
+    hooks = ("rotate", "bias", "attend")
     acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
     require(
         acts_in_layers or set(pattern).isdisjoint("NS"),
@@ -603,27 +599,160 @@ def check_config(config):
 
 
 # -----------------------------------------------------------------------------
-# Chapter 2: the position schemes. To add one, derive a class from NoPE, override one of the five
-# hooks (embed, rotate, bias; of the text: angles, gates), or attend(), and add a line to POSITIONS.
+# Chapter 2: what a pass knows of the text.
+
+
+class Context:
+    """What a forward pass knows of the text. Nothing is kept, because the pass has all of it."""
+
+    write_index = valid_length = None  # set in a KVCache for steps of fixed shape
+
+    def __init__(self):
+        self.n = 0  # tokens so far, the ones of this pass included
+        self.pos = None  # position ids of the tokens of this pass, (T,) or (B, T)
+        self.all_pos = None  # position ids of all tokens, (n,) or (B, n)
+        self.docs = None  # document ids of all tokens, (B, n), or None
+        self.positions = None  # all_pos, if a window does not count indices
+        self.tables = None  # result of the scheme's tables()
+        self.tiles = {}  # what the kernels compute once for all layers
+
+    @property
+    def n_keys(self):
+        """Number of keys that attention sees."""
+        return self.n
+
+    def add(self, tokens, pos, docs, counts_positions, version):
+        """Add the tokens of a pass. Returns the tokens to compute.
+
+        version: version of the scheme's tables, from set_length().
+        """
+        self.n, self.docs = tokens.shape[1], docs
+        self.pos = self.all_pos = pos
+        self.positions = pos if counts_positions else None
+        return tokens
+
+    def mask(self):
+        """Return the options of kernels.attention() that are the same in all layers."""
+        mask = {"docs": self.docs, "positions": self.positions, "length": self.valid_length}
+        return mask | {"shared": self.tiles}
+
+    def keep(self, layer, **new):
+        """Append tensors (B, h, T, c), by name, to those kept for a layer. Returns all of each."""
+        return list(new.values())
+
+    def sum(self, layer, x):
+        """Sum x (B, h, T, c) along the text, in float64. Use differences within a document."""
+        return x.to(torch.float32 if x.device.type == "mps" else torch.float64).cumsum(2)
+
+    def before(self, layer, x, n):
+        """Return x (B, h, T, c) of the last n tokens before this pass: (B, h, m, c), m <= n."""
+        return x[:, :, :0]
+
+
+class KVCache(Context):
+    """A Context that keeps tokens, keys and values, so that a pass computes only the new tokens.
+
+    capacity: tokens to allocate memory for; 0: the memory doubles when it is full. For decoding
+    steps of fixed shape, write_index is where the next token is written and valid_length is the
+    number of tokens with it, both int64 (1,) on the device.
+    """
+
+    def __init__(self, capacity=0):
+        super().__init__()
+        self.capacity = capacity
+        self.tokens = None  # (B, n)
+        self.version = None  # version of the scheme's tables by which the keys were computed
+        self.kept = {}  # (layer, name) -> (B, h, allocated, c)
+        self.last = {}  # (layer, name) -> running values of the last tokens, (B, h, m, c)
+
+    @property
+    def n_keys(self):
+        return self.n if self.write_index is None else self.capacity
+
+    def add(self, tokens, pos, docs, counts_positions, version):
+        """Add the tokens of a pass. Returns the tokens to compute: all, if the tables have changed.
+
+        Cached keys cannot be kept then, even unrotated, because deeper layers computed theirs from
+        hidden states of the old tables.
+        """
+        same_kind = not self.n or (docs is None) == (self.docs is None)
+        require(same_kind, "docs are missing in some calls with this cache: pass them to all")
+        self.n += tokens.shape[1]
+        self.pos, self.all_pos = pos, concatenate(self.all_pos, pos)
+        self.tokens = concatenate(self.tokens, tokens)
+        self.docs = concatenate(self.docs, docs)
+        if counts_positions or self.positions is not None:
+            self.positions = self.all_pos
+        if version == self.version:
+            return tokens
+        self.version, self.kept, self.last = version, {}, {}
+        self.pos = self.all_pos
+        return self.tokens
+
+    def keep(self, layer, **new):
+        return [self.write((layer, name), x) for name, x in new.items()]
+
+    def write(self, key, new):
+        """Write (B, h, T, c) to the end of a buffer, which grows. Returns all so far."""
+        if self.write_index is not None:  # all that is allocated: attention gets the valid length
+            return self.kept[key].index_copy_(2, self.write_index, new)
+        start = self.n - new.shape[2]
+        old = self.kept.get(key)
+        if old is None or old.shape[2] < self.n:
+            # in a fixed shape the unused part is multiplied by zero, so it must hold finite numbers
+            size = max(self.n, self.capacity, 2 * start)
+            self.kept[key] = new.new_zeros(*new.shape[:2], size, new.shape[3])
+            if old is not None:
+                self.kept[key][:, :, :start] = old[:, :, :start]
+        self.kept[key].narrow(2, start, new.shape[2]).copy_(new)
+        return self.kept[key].narrow(2, 0, self.n)
+
+    def sum(self, layer, x):
+        x = super().sum(layer, x)
+        if (layer, "sum") in self.last:
+            x = x + self.last[layer, "sum"]
+        self.set_last((layer, "sum"), x[:, :, -1:])
+        return x
+
+    def before(self, layer, x, n):
+        old = self.last.get((layer, "before"), x[:, :, :0]).clone()
+        self.set_last((layer, "before"), torch.cat((old, x), 2)[:, :, -n:])
+        return old
+
+    def set_last(self, key, x):
+        if self.write_index is None:
+            self.last[key] = x.detach().clone()
+        else:  # in place: a CUDA graph writes to its address
+            self.last[key].copy_(x)
+
+    def tensors(self):
+        """Return all tensors that a step of fixed shape reads or writes."""
+        counts = self.all_pos, self.docs, self.write_index, self.valid_length
+        return [x for x in (*counts, *self.kept.values(), *self.last.values()) if x is not None]
+
+
+def concatenate(old, new):
+    return new if old is None else torch.cat((old, new), -1)
+
+
+# -----------------------------------------------------------------------------
+# Chapter 3: the position schemes. To add one, derive a class from NoPE, override embed(), rotate()
+# or bias(), or replace attention by attend(), and add a line to POSITIONS.
 
 
 class NoPE(nn.Module):
     """No position information; the causal mask alone (Haviv et al. 2022). The base of all schemes.
 
-    In the hooks, pos holds position ids, (T,) or (B, T) int64; layer is the index of the layer;
-    n is the number of keys. A distance is the index of the query minus the index of the key.
+    In the hooks, x (B, T, C) is what queries and keys were projected from, layer is the index of
+    the layer, and context is a Context. Distance: index of the query minus index of the key.
     """
 
     # name of the setting that must be even, because channels are paired: n_embd or head_dim
     pairs = ""
     bounded = False  # True: nothing can be computed at positions from block_size on
-    by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
     settings = ()  # settings of GPTConfig that have an effect on such schemes only
-
-    def __init_subclass__(cls):
-        if vars(cls).keys() & {"bias", "angles", "gates"}:
-            cls.by_index = True  # they count distances between indices, or sum along the text
+    forgets = False  # True: tokens lose weight with every token after them, attention sinks too
 
     def __init__(self, config):
         super().__init__()
@@ -635,51 +764,51 @@ class NoPE(nn.Module):
         self._length = None  # input length for which the dynamic tables were computed
         self._tables_version = None  # changes with the tables; cached keys are then stale
 
-    # The five hooks.
+    # The hooks: most schemes override one.
 
     def embed(self, x, pos):
-        """Add to the token embeddings x (B, T, C)."""
+        """Add to the token embeddings x (B, T, C) at position ids pos, (T,) or (B, T) int64."""
         return x
 
-    def rotate(self, q, k, pos, layer):
+    def tables(self, context):
+        """Compute what the layers of a pass share. They find the result in context.tables."""
+        return None
+
+    def rotate(self, q, k, x, layer, context):
         """Rotate queries (B, H, T, D) and keys (B, Hk, T, D)."""
         return q, k
 
-    def bias(self, n, layer):
-        """Add to the scores by distance: None, float32 slopes (H,) for -slope * distance, or a
-        float32 table (H, m), m <= n, whose last entry holds for all greater distances.
+    def bias(self, x, layer, context):
+        """Add to the scores: None, or
+
+        slopes (H,), float32: -slope * distance is added
+        a table (H, m), float32: table[min(distance, m - 1)] is added, m <= context.n_keys
+        sums c (B, H, n), float64, of all tokens so far: c_i - c_j is added for query i and key j
         """
         return None
 
-    def angles(self, x, layer, past):
-        """Rotate by the text: None, or the angles, float64 (B, Hk or 1, T, R/2).
-
-        x (B, T, C): input of the query and key projections; past: a Past, for running sums.
-        """
-        return None
-
-    def gates(self, x, layer, past):
-        """Forget by the text: None, or c, float64 (B, H, T); c_i - c_j is added to the score of
-        query i and key j. x and past are as in angles().
-        """
-        return None
-
-    # Attention and context extension.
-
-    def attend(self, q, k, v, pos, layer, cache, **mask):
+    def attend(self, q, k, v, bias, layer, context, **options):
         """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D).
 
-        Called once a layer, which is the key of its cache: a scheme with two softmaxes stacks them
-        as heads.
+        bias: result of bias(); options: window, sinks, scale and return_lse of kernels.attention().
+        Called once a layer, because the cache keeps one k and one v for each: a scheme with two
+        softmaxes stacks them as heads.
         """
-        if cache is None:
-            bias = self.bias(k.shape[2], layer)
-        else:
-            k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
-            if "gates" in mask:
-                mask["gates"] = cache.update_gates(layer, mask["gates"])
-            bias = cache.terms_of(layer, k.shape[2], self.bias)
-        return kernels.attention(q, k, v, bias=bias, **mask)
+        k, v = context.keep(layer, k=k.to(v.dtype), v=v)  # keys are kept rotated
+        return kernels.attention(q, k, v, bias=bias, **context.mask(), **options)
+
+    @classmethod
+    def counts_indices(cls):
+        """Return whether position ids must be consecutive, because not all hooks read them.
+
+        By default embed() and tables() read position ids, and other hooks count tokens. A bias
+        adds to the scores by distances between indices, or sums along the text.
+        """
+        hooks = ("embed", "tables", "rotate", "bias", "attend")
+        own = {hook for hook in hooks if getattr(cls, hook) is not getattr(NoPE, hook)}
+        return "bias" in own or bool(own) and own.isdisjoint(("embed", "tables"))
+
+    # Context extension.
 
     def extend(self, method, factor, **options):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""
@@ -760,40 +889,6 @@ class NoPE(nn.Module):
         return self
 
 
-class Past:
-    """Values that a scheme carries along the text, such as a running sum of gates.
-
-    A call with a cache continues them. Read and keep them in the same order in every call.
-    """
-
-    def __init__(self, layer, cache, docs):
-        self.state = [] if cache is None else cache.state.setdefault(layer, [])
-        self.docs = docs  # (B, n) or None: the last T belong to x
-        self.index = 0  # index in state of the value that is read next
-
-    def sum(self, x):
-        """Sum x (B, H, T, n) along the text, in float64. Use differences within a document."""
-        x = x.to(torch.float32 if x.device.type == "mps" else torch.float64).cumsum(2)
-        x = x + self.read(x[:, :, -1:]).sum(2, keepdim=True)
-        self.keep(x[:, :, -1:])
-        return x
-
-    def read(self, x):
-        """The value that the last call kept: (B, H, m, c), or m = 0. keep() has to follow.
-
-        x (B, H, n, c): a value of this call.
-        """
-        return self.state[self.index] if self.index < len(self.state) else x[:, :, :0]
-
-    def keep(self, x):
-        """Keep x (B, H, m, c) for the next call with the same cache."""
-        if self.index == len(self.state):
-            self.state.append(x.detach().clone())
-        else:  # in place: a CUDA graph writes to its address
-            self.state[self.index].copy_(x)
-        self.index += 1
-
-
 class Learned(NoPE):
     """Learned absolute position embeddings (GPT-2)."""
 
@@ -855,8 +950,6 @@ class RelativeVectors(NoPE):
     The kernels have no vectors. Attention is plain PyTorch, a chunk of queries at a time.
     """
 
-    by_index = True
-
     def vectors(self, n, layer):
         """Return (keys, values, offsets) for n tokens. The score of a query and a key is
         scale * ((q + u) k + (q + w) keys[distance]), and values[distance] is added to the value.
@@ -866,21 +959,11 @@ class RelativeVectors(NoPE):
         """
         raise NotImplementedError
 
-    def attend(
-        self, q, k, v, pos, layer, cache, *, scale, window=0, sinks=0, docs=None, positions=None,
-        length=None, return_lse=False, shared=None,
-    ):  # fmt: skip
-        """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D).
-
-        The options are described in kernels/reference.py; shared is not used.
-        """
-        if cache is None:
-            vectors = self.vectors(k.shape[2], layer)
-        else:
-            k, v = cache.update(layer, k.to(v.dtype), v)
-            vectors = cache.terms_of(layer, k.shape[2], self.vectors)
-        mask = {"window": window, "sinks": sinks, "docs": docs, "positions": positions}
-        options = vectors, scale, mask, length
+    def attend(self, q, k, v, bias, layer, context, *, scale, window=0, sinks=0, return_lse=False):
+        k, v = context.keep(layer, k=k.to(v.dtype), v=v)
+        mask = {"window": window, "sinks": sinks, "docs": context.docs}
+        mask["positions"] = context.positions
+        options = self.vectors(k.shape[2], layer), scale, mask, context.valid_length
         y, lse = kernels.attend_in_chunks(attend_with_vectors, q, k, v, *options)
         return (y, lse) if return_lse else y
 
@@ -998,8 +1081,8 @@ class T5(NoPE):
         self.register_constant("bucket", torch.tensor(bucket))
         self.weight = nn.Parameter(torch.zeros(config.n_head, n_buckets))
 
-    def bias(self, n, layer):
-        index = self.distance_index(n, len(self.bucket), self.bucket.device)
+    def bias(self, x, layer, context):
+        index = self.distance_index(context.n_keys, len(self.bucket), self.bucket.device)
         return self.weight[:, self.bucket[index]].float()
 
 
@@ -1025,7 +1108,7 @@ class ALiBi(NoPE):
         slopes += [2 ** (-4 * (2 * h + 1) / n) for h in range(config.n_head - n)]
         self.register_constant("slopes", torch.tensor(slopes, dtype=torch.float64).float())
 
-    def bias(self, n, layer):
+    def bias(self, x, layer, context):
         return self.slopes / self.position_scale  # interpolated slopes (Al-Khateeb et al. 2023)
 
 
@@ -1040,8 +1123,8 @@ class Kerple(NoPE):
         self.r1 = nn.Parameter((torch.rand(config.n_head) * 1.99 + 0.01).expm1().log())
         self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.99 + 0.01).expm1().log())
 
-    def bias(self, n, layer):
-        distance = torch.arange(n, device=self.r1.device) / self.position_scale
+    def bias(self, x, layer, context):
+        distance = torch.arange(context.n_keys, device=self.r1.device) / self.position_scale
         r1 = F.softplus(self.r1)[:, None]
         r2 = F.softplus(self.r2)[:, None]
         return (-r1 * torch.log1p(r2 * distance)).float()
@@ -1050,7 +1133,6 @@ class Kerple(NoPE):
 class KerplePower(NoPE):
     """KERPLE, power (Chi et al. 2022): -r1 distance^r2 with 0 < r2 < 2, learned by head."""
 
-    shares_bias = True
     methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
@@ -1059,9 +1141,9 @@ class KerplePower(NoPE):
         self.r1 = nn.Parameter((torch.rand(config.n_head) * 0.99 + 0.01).expm1().log())
         self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.98 + 0.01).logit())
 
-    def bias(self, n, layer):
+    def bias(self, x, layer, context):
         # from distance 1 on: the derivative of 0^r2 is not finite
-        distance = torch.arange(1, n, device=self.r1.device) / self.position_scale
+        distance = torch.arange(1, context.n_keys, device=self.r1.device) / self.position_scale
         r1 = F.softplus(self.r1)[:, None]
         r2 = 2 * self.r2.sigmoid()[:, None]
         power = (r2 * distance.log()).exp()
@@ -1071,7 +1153,6 @@ class KerplePower(NoPE):
 class Sandwich(NoPE):
     """The product of two sinusoidal embeddings by distance, a fixed bias (Chi et al. 2023)."""
 
-    shares_bias = True
     methods = {"none": (), "pi": ()}
     dim = 128  # of the sinusoidal embeddings, whatever the size of the model
 
@@ -1082,8 +1163,8 @@ class Sandwich(NoPE):
         self.register_constant("inv_freq", 10000.0 ** -(index / self.dim))
         self.register_constant("slopes", config.n_head / (8 * head))
 
-    def bias(self, n, layer):
-        distance = torch.arange(n, device=self.slopes.device)[:, None]
+    def bias(self, x, layer, context):
+        distance = torch.arange(context.n_keys, device=self.slopes.device)[:, None]
         product = (distance * (self.inv_freq / self.position_scale)).cos().sum(-1)
         return (self.slopes[:, None] * (product - self.dim // 2)).float()  # 0 at distance 0
 
@@ -1104,50 +1185,45 @@ class RoPE(NoPE):
         self.rotary_dim = int(config.rope_fraction * config.head_dim)
         self.attention_factor = 1.0  # cos and sin are multiplied by this
         self.register_constant("inv_freq", torch.zeros(self.rotary_dim // 2, dtype=torch.float64))
-        self._cos_sin = None  # of the last call: pos, its version, inv_freq, (cos, sin)
         self.far = None  # FarKeys, if far keys are not rotated as near ones are
         self.local = None
         self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
 
-    def rotate(self, q, k, pos, layer):
-        return kernels.rope(q, k, *self.of_layer(layer).cos_sin(pos))
+    def tables(self, context):
+        """Compute cos and sin of position x frequency, float32 (T, R/2) or (B, T, R/2): for layers
+        without a window, for layers with one, and for far keys.
+        """
+        full = kernels.cos_sin(context.pos, self.inv_freq, self.attention_factor)
+        local, far = full, None
+        if self.local is not None:
+            factor = self.local.attention_factor
+            local = kernels.cos_sin(context.pos, self.local.inv_freq, factor)
+        if self.far is not None and self.far.group > 1:
+            pos = context.all_pos
+            far = kernels.cos_sin(self.far.of_keys(pos) - pos, self.inv_freq)
+        return full, local, far
+
+    def rotate(self, q, k, x, layer, context):
+        full, local, _ = context.tables
+        return kernels.rope(q, k, *(local if self.config.uses_window(layer) else full))
 
     def of_layer(self, layer):
         return self.local if self.local and self.config.uses_window(layer) else self
 
-    def cos_sin(self, pos):
-        """Compute cos and sin of position x frequency: float32 (T, R/2) or (B, T, R/2).
-
-        All layers of a forward pass share one computation; a compiler shares it by itself.
-        """
-        compiling = torch.compiler.is_compiling()
-        last = None if compiling else self._cos_sin
-        n_writes = None if compiling else kernels.torch_private.n_writes(pos)
-        if last and last[0] is pos and last[1] == n_writes and last[2] is self.inv_freq:
-            return last[3]
-        cos, sin = kernels.cos_sin(pos, self.inv_freq, self.attention_factor)
-        if not compiling:
-            self._cos_sin = (pos, n_writes, self.inv_freq, (cos, sin))
-        return cos, sin
-
-    def attend(self, q, k, v, pos, layer, cache, **mask):
+    def attend(self, q, k, v, bias, layer, context, **options):
         far = self.far
         if far is None or far.group == 1:
-            return super().attend(q, k, v, pos, layer, cache, **mask)
-        # Keys are cached as rotate() leaves them. Far keys are rotated once more, by tables that
-        # all layers of a step share.
-        docs, shared, length = mask["docs"], mask["shared"], mask.get("length")
-        if cache is not None:
-            pos = cache.pos
-            k, v = cache.update(layer, k.to(v.dtype), v)
-        if "far" not in shared:
-            shared["far"] = kernels.cos_sin(far.of_keys(pos) - pos, self.inv_freq)
-        by_index = docs is None and mask["positions"] is None and length is None
-        terms = far, self.inv_freq, shared["far"], by_index
+            return super().attend(q, k, v, bias, layer, context, **options)
+        # Keys are kept as rotate() leaves them. Far keys are rotated once more.
+        k, v = context.keep(layer, k=k.to(v.dtype), v=v)
+        length = context.valid_length
+        by_index = context.docs is None and context.positions is None and length is None
+        terms = far, self.inv_freq, context.tables[2], by_index
         if rope_scaling.is_in_two(q, terms):
-            return rope_scaling.attend_in_two(q, k, v, terms, mask["scale"])
-        options = mask["scale"], {"positions": pos, "docs": docs}, length
-        (y,) = kernels.attend_in_chunks(rope_scaling.attend_chunk, q, k, v, terms, *options)
+            return rope_scaling.attend_in_two(q, k, v, terms, options["scale"])
+        mask = {"positions": context.all_pos, "docs": context.docs}
+        arguments = q, k, v, terms, options["scale"], mask, length
+        (y,) = kernels.attend_in_chunks(rope_scaling.attend_chunk, *arguments)
         return y
 
     def set_length(self, length):
@@ -1200,7 +1276,6 @@ class RoPE(NoPE):
         self.inv_freq = tables[0].to(old, non_blocking=True)
         self.attention_factor = tables[1]
         self.far = rope_scaling.far_keys(method, self.config.original_length, factor, options)
-        self._cos_sin = None
         if torch.compiler.is_compiling():
             return True
         same = old.is_meta or torch.equal(self.inv_freq, old)
@@ -1225,6 +1300,7 @@ class FoX(NoPE):
     """
 
     methods = {"none": ()}
+    forgets = True
     first_bias = 0.0  # f = 0.5; 5: f = 0.993, as in data-dependent ALiBi
 
     def __init__(self, config):
@@ -1233,13 +1309,14 @@ class FoX(NoPE):
         self.weight = nn.Parameter(torch.randn(*shape, config.n_embd) * 0.02)
         self.gate_bias = nn.Parameter(torch.full(shape, self.first_bias))
 
-    def gates(self, x, layer, past):
+    def bias(self, x, layer, context):
         wide = torch.promote_types(x.dtype, torch.float32)
         x, weight, bias = (y.to(wide) for y in (x, self.weight[layer], self.gate_bias[layer]))
         # A running sum would add up rounding errors of bfloat16.
         with torch.autocast(x.device.type, enabled=False):
             log_f = F.logsigmoid(F.linear(x, weight, bias))  # (B, T, H)
-        return past.sum(log_f.mT[..., None])[..., 0]
+        (sums,) = context.keep(layer, gates=context.sum(layer, log_f.mT[..., None]))
+        return sums[..., 0]
 
 
 class FoXRoPE(FoX, RoPE):
@@ -1266,3 +1343,4 @@ POSITIONS = {
 }
 
 GPT.schemes = POSITIONS
+GPT.cache_class = KVCache

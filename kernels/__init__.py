@@ -46,7 +46,12 @@ def rope(q, k, cos, sin):
 
 
 def attention(q, k, v, *, bias=None, length=None, shared=None, **options):
-    """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention()."""
+    """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention().
+
+    bias: also sums (B, H, n), which are the gates of reference.attention().
+    """
+    if bias is not None and bias.dim() == 3:
+        options["gates"], bias = bias, None
     # One query meets each key once, so PyTorch's products read a cache as often as a kernel would.
     is_single = q.shape[2] == 1 and not torch.is_grad_enabled()
     is_plain = is_single or length is not None or v.dtype == torch.float64

@@ -73,14 +73,14 @@ def make_inputs(model, length, device, dtype):
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # not a GPU's generator
         inputs = {name: torch.randn(2, n, length, config.head_dim) for name, n in heads.items()}
-        bias = scheme.bias(length, 0)
-        if bias is not None:  # of slopes the last are the smallest
+        x = torch.zeros(1, length, config.n_embd, device=model.embed.weight.device)
+        bias = scheme.bias(x, 0, model.make_context(length))
+        if bias is not None and bias.dim() < 3:  # the last slopes are the smallest
             bias = bias.detach().cpu()
             inputs["bias"] = bias[-H:] if bias.dim() == 1 else torch.randn(H, bias.shape[1])
-        if type(scheme).gates is not type(model.nope).gates:
-            # heads that forget soon, and heads that hardly do
+        elif bias is not None:  # heads that forget soon, and heads that hardly do
             steps = torch.randn(2, length, H).double() + torch.linspace(5, 0, H)
-            inputs["gates"] = F.logsigmoid(steps).cumsum(1).transpose(1, 2)
+            inputs["bias"] = F.logsigmoid(steps).cumsum(1).transpose(1, 2)
         inputs["angles"] = torch.rand(length, getattr(scheme, "rotary_dim", 0) // 2) * 100
         inputs["dy"] = torch.randn(2, H, length, config.head_dim)
         vocabulary = min(config.vocab_size, 10007)  # more columns than the loss takes at once
@@ -102,8 +102,7 @@ def compute(inputs, window, on_triton):
     q, k, v, *_ = leaves.values()
     if angles.numel():
         q, k = kernels.rope(q, k, angles.cos(), angles.sin())
-    terms = {name: x for name, x in leaves.items() if name in ("bias", "gates")}
-    y = kernels.attention(q, k, v, window=window, **terms)
+    y = kernels.attention(q, k, v, window=window, bias=leaves.get("bias"))
     losses = kernels.linear_cross_entropy(leaves["hidden"], leaves["head"], targets, "none")
     loss = (y.double() * dy).sum() + losses.double().sum()
     grads = torch.autograd.grad(loss, leaves.values())

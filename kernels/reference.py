@@ -57,12 +57,15 @@ def attention(
                 keys exist. Without gradient.
     gates       None, or running sums c of log gates (B, H, Tk), float64: adds c_i - c_j to the
                 score of query i and key j (FoX, Lin et al. 2025), with gradient. Without a
-                bias. The softmax does not see c_i, but the log-sum-exp does.
+                bias. The softmax does not see c_i, but the log-sum-exp does. As a bias with
+                three dimensions they mean the same.
     shared      None, or a dict, empty at first, that calls with the same mask share, as the layers
                 of a step do: kernels keep their tile segments in it. It changes no result.
 
     return_probabilities, which the kernels do not have: return also the softmax, (B, H, Tq, Tk).
     """
+    if bias is not None and bias.dim() == 3:
+        gates, bias = bias, None
     if length is not None:
         n = int(length)
         k, v = k[:, :, :n], v[:, :, :n]

@@ -25,11 +25,6 @@ def multiply_each(tensors, factor):
         x.mul_(factor)
 
 
-def n_writes(x):
-    """The number of writes in place to a tensor; without it NaN, which equals nothing."""
-    return getattr(x, "_version", float("nan"))
-
-
 def constant_in_graphs(function):
     """Have torch.compile call a function while it traces, and keep the result.
 

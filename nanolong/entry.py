@@ -7,6 +7,7 @@ run, so it is only ever taken from the command line, never from a checkpoint.
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 
@@ -61,9 +62,28 @@ def load_entry(file, positions):
     for own in vars(schemes[0]).keys() - {*hooks}:
         for hook in difflib.get_close_matches(own, hooks, 1, 0.75):
             note(f"--entry={file}: {own} is no hook: did you mean {hook}?")
+    check_hooks(file, schemes[0], positions["nope"])
     positions[name] = schemes[0]
     loaded[schemes[0]] = source
     return name
+
+
+def check_hooks(file, scheme, base):
+    """Raise UserError if hooks of a scheme have other arguments than the base class has."""
+    for hook, new in (("angles", "rotate"), ("gates", "bias")):
+        problem = f"--entry={file}: the hook {hook}() went"
+        require(hook not in vars(scheme), f"{problem}: override {new}(), see docs/schemes.md")
+    for hook in ("embed", "tables", "rotate", "bias", "attend"):
+        own, expected = (
+            ", ".join(
+                name
+                for name, x in inspect.signature(getattr(cls, hook)).parameters.items()
+                if x.kind is x.POSITIONAL_OR_KEYWORD
+            )
+            for cls in (scheme, base)
+        )
+        problem = f"--entry={file}: {hook}() has the arguments ({own})"
+        require(own == expected, f"{problem}: give it ({expected})")
 
 
 def check_scheme(model):
@@ -81,14 +101,17 @@ def check_scheme(model):
         )
     H = config.n_head
     n = H + 3  # so that a table over distances never looks like slopes (H,)
-    bias = scheme.bias(n, 0)
-    is_float32 = torch.is_tensor(bias) and bias.dtype == torch.float32
-    shapes = [(H,), *((H, m) for m in range(1, n + 1))]
+    x = torch.zeros(1, n, config.n_embd)
+    with torch.no_grad():
+        bias = scheme.bias(x, 0, model.make_context(n))
+    dtype = bias.dtype if torch.is_tensor(bias) else None
+    shapes = [(H,), *((H, m) for m in range(1, n + 1))] if dtype == torch.float32 else []
+    shapes += [(1, H, n)] if dtype in (torch.float32, torch.float64) else []
     found = f"{tuple(bias.shape)} in {bias.dtype}" if torch.is_tensor(bias) else f"{bias!r}"
     require(
-        bias is None or (is_float32 and bias.shape in shapes),
-        f"{name}.bias(n, layer) must return None, or slopes ({H},) or a table ({H}, m) in float32, "
-        f"m <= n: for n = {n} it returns {found}",
+        bias is None or (dtype is not None and bias.shape in shapes),
+        f"{name}.bias(x, layer, context) must return None, slopes ({H},) or a table ({H}, m) in "
+        f"float32 with m <= n, or sums (1, {H}, n) in float64: for n = {n} it returns {found}",
     )
 
 

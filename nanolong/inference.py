@@ -1,5 +1,5 @@
-"""Fast sampling, which GPT.generate() calls: the cache of keys and values, and a decoding
-step of fixed shape that can be compiled, on a GPU to a CUDA graph.
+"""Fast sampling, which GPT.generate() calls, with a decoding step of fixed shape that can be
+compiled, on a GPU to a CUDA graph.
 """
 
 import contextlib
@@ -9,117 +9,6 @@ import torch
 
 from kernels import torch_private
 from nanolong.errors import UserError, require
-
-
-class KVCache:
-    """Keys and values of the tokens computed so far, with those tokens and their positions.
-
-    capacity: tokens to allocate memory for; 0: the memory doubles when it is full. With a capacity,
-    the scheme's biases are computed once for all of it, not at every step.
-    """
-
-    def __init__(self, capacity=0):
-        self.capacity = capacity
-        self.length = 0  # tokens so far
-        self.tokens = None  # (B, length)
-        self.pos = None  # (length,) or (B, length)
-        self.docs = None  # (B, length) or None
-        self.explicit_positions = False  # whether any were given, and not counted from 0
-        self.tables_version = None  # of the scheme's tables that the keys were computed with
-        self.keys = {}  # layer -> (B, Hk, allocated, D)
-        self.values = {}
-        self.gates = {}  # layer -> (B, H, allocated, 1): of a scheme with gates
-        self.state = {}  # layer -> running values of a scheme: a list for model.Past
-        self.terms = {}  # layer -> number of keys, and the scheme's terms by distance for these
-        # For decoding steps of fixed shape, int64 (1,) on the device: where the next token is
-        # written, and how many tokens there are with it.
-        self.write_index = None
-        self.valid_length = None
-
-    @property
-    def fixed_shape(self):
-        return self.write_index is not None
-
-    def tensors(self):
-        """All tensors that a step of fixed shape reads or writes."""
-        counts = (self.pos, self.docs, self.write_index, self.valid_length)
-        of_layers = (self.keys, self.values, self.gates, self.state, self.terms)
-        return list(find_tensors([*counts, *of_layers]))
-
-    def append(self, tokens, pos, docs, tables_version, explicit_positions):
-        """Append tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None.
-
-        Returns the tokens and positions to compute: these, or all so far if the scheme's tables
-        have changed. Cached keys cannot be kept then, even unrotated: deeper layers computed theirs
-        from hidden states of the old tables.
-        """
-        same_kind = not self.length or (docs is None) == (self.docs is None)
-        require(same_kind, "docs are missing in some calls with this cache: pass them to all")
-        self.length += tokens.shape[1]
-        self.explicit_positions = self.explicit_positions or explicit_positions
-        self.tokens = concatenate(self.tokens, tokens)
-        self.pos = concatenate(self.pos, pos)
-        self.docs = concatenate(self.docs, docs)
-        if tables_version == self.tables_version:
-            return tokens, pos
-        self.tables_version = tables_version
-        self.keys, self.values, self.gates, self.state, self.terms = {}, {}, {}, {}, {}
-        return self.tokens, self.pos
-
-    def mask(self):
-        """The keyword arguments of kernels.attention that hold for all layers."""
-        return {
-            "docs": self.docs,
-            "positions": self.pos if self.explicit_positions else None,
-            "length": self.valid_length,
-            "shared": {},  # of this step: the next one has other keys
-        }
-
-    def update(self, layer, k, v):
-        """Append keys and values (B, Hk, T, D) of a layer. Returns all so far."""
-        return self.write(self.keys, layer, k), self.write(self.values, layer, v)
-
-    def update_gates(self, layer, gates):
-        """Append the gates (B, H, T) of a layer. Returns all so far."""
-        return self.write(self.gates, layer, gates[..., None])[..., 0]
-
-    def write(self, buffers, layer, new):
-        """Write (B, Hk, T, D) to the end of a layer's buffer, which grows. Returns all so far."""
-        if self.fixed_shape:  # all that is allocated: attention gets the valid length
-            return buffers[layer].index_copy_(2, self.write_index, new)
-        start = self.length - new.shape[2]
-        old = buffers.get(layer)
-        if old is None or old.shape[2] < self.length:
-            # in a fixed shape the unused part is multiplied by zero, so it must hold finite numbers
-            size = max(self.length, self.capacity, 2 * start)
-            buffers[layer] = new.new_zeros(*new.shape[:2], size, new.shape[3])
-            if old is not None:
-                buffers[layer][:, :, :start] = old[:, :, :start]
-        buffers[layer].narrow(2, start, new.shape[2]).copy_(new)
-        return buffers[layer].narrow(2, 0, self.length)
-
-    def terms_of(self, layer, n, compute):
-        """A scheme's terms by distance for at least n keys: compute(number of keys, layer)."""
-        if not self.capacity:
-            return compute(n, layer)
-        if layer not in self.terms or self.terms[layer][0] < n:
-            n = max(n, self.capacity)
-            self.terms[layer] = n, compute(n, layer)
-        return self.terms[layer][1]
-
-
-def find_tensors(x):
-    """Yield the tensors in nested lists, tuples and dicts."""
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, list | tuple | dict):
-        for part in x.values() if isinstance(x, dict) else x:
-            yield from find_tensors(part)
-
-
-def concatenate(old, new):
-    return new if old is None else torch.cat((old, new), -1)
-
 
 # -----------------------------------------------------------------------------
 # Generation.
@@ -170,7 +59,7 @@ def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
     total = tokens.shape[1] + max_new_tokens - 1  # the last token is not an input
     # Compiled, in steps of 256, so that a slightly longer prompt compiles nothing new.
     capacity = -(-total // 256) * 256 if compiled else total
-    cache = KVCache(capacity)
+    cache = model.cache_class(capacity)
     modules = list(model.modules())  # walking the tree at every token would cost time
     step = None
     # Prefill computes all prompt tokens, and decoding one at a time. Between two tokens the model
@@ -325,9 +214,9 @@ class FixedShapeStep:
         self.cache = cache
         device = cache.tokens.device
         self.device_type = device.type
-        cache.pos = torch.arange(cache.capacity, device=device)
-        cache.write_index = torch.tensor([cache.length], device=device)
-        cache.valid_length = torch.tensor([cache.length + 1], device=device)
+        cache.all_pos = torch.arange(cache.capacity, device=device)
+        cache.write_index = torch.tensor([cache.n], device=device)
+        cache.valid_length = torch.tensor([cache.n + 1], device=device)
         self.dtype = None
         self.weights = {}  # weights of linear layers by name, cast
         if torch.is_autocast_enabled(self.device_type):
@@ -343,11 +232,14 @@ class FixedShapeStep:
         # autocast's own cache of cast weights is not in the graph
         is_cast = self.dtype is not None
         with torch.autocast(self.device_type, self.dtype, enabled=is_cast, cache_enabled=False):
-            options = {"positions": cache.pos.index_select(-1, cache.write_index), "cache": cache}
+            positions = cache.all_pos.index_select(-1, cache.write_index)
+            options = {"positions": positions, "cache": cache}
             call = torch.func.functional_call
             logits = call(self.model, self.weights, (tokens,), options, tie_weights=False)
         for count in (cache.write_index, cache.valid_length):
             count.add_(1)
+        # A compiled step would return what it leaves in the cache, and guard it.
+        cache.pos, cache.tables, cache.tiles = None, None, {}
         return logits[:, -1].float()
 
     def compile(self):

@@ -152,7 +152,7 @@ def note_unused(schemes, config, entries, given):
     for name in sorted(given & unused.keys()):
         if getattr(config, name) != getattr(type(config), name):
             note(f"{unused[name]} does not use --{name}: leave it out, or choose another")
-    if config.sinks and scheme.gates is not schemes["nope"].gates:
+    if config.sinks and scheme.forgets:
         note(f"--pos={config.pos} forgets the --sinks: they lose weight with distance")
 
 

@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model import GPT, ContextLengthWarning, GPTConfig
+from model import GPT, ContextLengthWarning, GPTConfig, KVCache
 from nanolong.errors import UserError
 from nanolong.hub.transfer import export_to, import_to
-from nanolong.inference import KVCache
 from rope_scaling import ATTENTION
 
 LENGTH = 64  # the original context length

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, assert_same_bits, assert_success, run_pytest
 
-from model import POSITIONS, Past
+from model import POSITIONS
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 
@@ -37,14 +37,15 @@ def test_the_tests_over_all_schemes_pass_with_the_examples(request):
 @torch.no_grad()
 def test_autocast_rounds_nothing_that_is_summed(pos, make):
     model = make(pos=pos, n_kv_head=2)
-    x = torch.randn(2, 24, 32)
-    for hook in ("angles", "gates"):
-        results = []
-        for enabled in (False, True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                results.append(getattr(model.pos, hook)(x, 1, Past(1, None, None)))
-        if results[0] is not None:
-            assert results[0].dtype == torch.float64 and torch.equal(*results)
+    q, k, x = torch.randn(2, 4, 24, 8), torch.randn(2, 2, 24, 8), torch.randn(2, 24, 32)
+    context = model.make_context(24)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            bias = model.pos.bias(x, 1, context)
+            results.append([*model.pos.rotate(q, k, x, 1, context), q if bias is None else bias])
+    for plain, autocast in zip(*results, strict=True):
+        assert torch.equal(plain, autocast)
 
 
 @pytest.mark.parametrize("pos", ["fox-rope", "selective_rope"])

@@ -21,7 +21,8 @@ def falling(n):
 class Decay(NoPE):
     methods = {"none": ()}
 
-    def bias(self, n, layer):
+    def bias(self, x, layer, context):
+        n = context.n_keys
         return falling(n).expand(self.config.n_head, n)
 """
 
@@ -118,7 +119,8 @@ def test_what_attention_cannot_take_is_refused(hook, result, tmp_path, make):
         POSITIONS.pop("wrong", None)
         (tmp_path / "wrong.py").write_text(
             "import torch\nfrom model import NoPE\nclass Wrong(NoPE):\n"
-            f"    def {hook}(self, n, layer):\n"
+            f"    def {hook}(self, x, layer, context):\n"
+            "        n = context.n_keys\n"
             "        H, D = self.config.n_head, self.config.head_dim\n"
             f"        return {text}\n"
         )
@@ -127,17 +129,37 @@ def test_what_attention_cannot_take_is_refused(hook, result, tmp_path, make):
         if text == "None":
             check_scheme(model)
             return
-        with pytest.raises(UserError, match=rf"Wrong.{hook}\((7|n), layer\) must return None"):
+        with pytest.raises(UserError, match=rf"Wrong.{hook}\(x, layer, context\) must return None"):
             check_scheme(model)
 
 
 def test_a_misspelt_hook_is_noted(tmp_path, capfd, entries_do_not_stay):
-    source = (
-        "from model import NoPE\n\n\nclass Mine(NoPE):\n    def bais(self, n, layer):\n        pass"
-    )
+    source = "from model import NoPE\nclass Mine(NoPE):\n    def bais(self, x, layer): pass"
     (tmp_path / "misspelt.py").write_text(source)
     load_entry(tmp_path / "misspelt.py", POSITIONS)
     assert "bais is no hook: did you mean bias?" in capfd.readouterr().err
     (tmp_path / "right.py").write_text(source.replace("bais", "helper"))
     load_entry(tmp_path / "right.py", POSITIONS)
     assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("hook", "problem"),
+    [
+        (
+            "bias(self, n, layer)",
+            r"bias\(\) has the arguments \(self, n, layer\): give it \(self, x,",
+        ),
+        (
+            "attend(self, q, k, v, pos, layer, cache, **mask)",
+            r"give it \(self, q, k, v, bias, layer",
+        ),
+        ("angles(self, x, layer, past)", r"the hook angles\(\) went: override rotate\(\)"),
+        ("gates(self, x, layer, past)", r"the hook gates\(\) went: override bias\(\)"),
+    ],
+)
+def test_a_hook_of_the_first_edition_is_refused_by_name(hook, problem, tmp_path):
+    source = f"from model import NoPE\nclass Mine(NoPE):\n    def {hook}: pass"
+    (tmp_path / "old.py").write_text(source)
+    with pytest.raises(UserError, match=problem):
+        load_entry(tmp_path / "old.py", POSITIONS)

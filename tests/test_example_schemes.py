@@ -111,8 +111,9 @@ def test_one_layer_has_the_golden_numbers(case):
     if pos == "repo":
         model.pos.first_layer = 0
     docs = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]) if mask == "docs" else None
-    options = {"docs": docs, "positions": None}
-    y = layer(numbers(1, 7, 16)[None], model.pos, torch.arange(7), None, options)[0]
+    context = model.make_context(7)
+    context.docs = docs
+    y = layer(numbers(1, 7, 16)[None], model.pos, context)[0]
     found = torch.cat((y[-1, :4], y.sum()[None]))
     expected = torch.tensor([float(x) for x in GOLDEN[case].split()], dtype=torch.float64)
     limit = 2e-6 if "rope" in pos.split("-") else 1e-9 if pos != "grape" else 1e-5

@@ -12,10 +12,9 @@ from safetensors import safe_open
 
 import data
 from kernels import eager
-from model import GPT, POSITIONS, GPTConfig
+from model import GPT, POSITIONS, GPTConfig, KVCache
 from nanolong.devices import autocast
 from nanolong.evaluation.attention_maps import attention_maps
-from nanolong.inference import KVCache
 from nanolong.run import save_model
 
 # -----------------------------------------------------------------------------

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from conftest import BUILT_IN
 
-from model import GPT, POSITIONS, GPTConfig, RelativeVectors
+from model import GPT, POSITIONS, GPTConfig, KVCache, RelativeVectors
 from nanolong.errors import UserError
 from nanolong.evaluation.attention_maps import attention_maps
-from nanolong.inference import KVCache
 from rope_scaling import ATTENTION, METHODS, OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -71,7 +70,7 @@ def takes_gaps(settings, method):
     """Whether any position ids can be given: a scheme by distance counts those between indices."""
     scheme = POSITIONS[settings.get("pos", "rope")]
     is_dynamic = "length" in OPTIONS.get(method, ())
-    return not (scheme.by_index or scheme.bounded or is_dynamic or method == "dynamic-pi")
+    return not (scheme.counts_indices() or scheme.bounded or is_dynamic or method == "dynamic-pi")
 
 
 def build(settings, method=None, options=None, seed=0):

@@ -7,10 +7,10 @@ import torch
 from conftest import ROOT
 
 import rope_scaling
-from model import GPT, POSITIONS, GPTConfig, RoPE
+from model import GPT, POSITIONS, GPTConfig, KVCache, RoPE
 from nanolong.entry import load_entry
 from nanolong.errors import UserError
-from nanolong.inference import FixedShapeStep, KVCache
+from nanolong.inference import FixedShapeStep
 from rope_scaling import METHODS, OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -191,7 +191,7 @@ def test_a_cache_of_far_keys_equals_the_whole_text(method, options, size, start,
     cache, parts, versions = KVCache(), [], set()
     while tokens.shape[1] <= end:
         parts.append(model(more, cache=cache))
-        versions.add(cache.tables_version)
+        versions.add(cache.version)
         more = parts[-1][:, -1:].argmax(-1) if size == 1 else torch.randint(0, 50, (1, size))
         tokens = torch.cat((tokens, more), 1)
     assert len(versions) == (4 if is_dynamic else 1)

@@ -15,6 +15,7 @@ Source: Zhang et al., Group Representational Position Encoding, 2025 (arXiv 2512
 import torch
 from torch import nn
 
+import kernels
 from model import NoPE
 
 
@@ -29,8 +30,9 @@ class GRAPE(NoPE):
         theta = 10_000.0 ** -(torch.arange(half) / half)
         self.log_theta = nn.Parameter(theta.log().expand(L, half).clone())
 
-    def angles(self, x, layer, past):
+    def rotate(self, q, k, x, layer, context):
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = (x.to(wide) * self.weight[layer].to(wide)).sum(-1) + self.shift[layer]
         omega = torch.sigmoid(logits / 16)[:, None, :, None]  # (B, 1, T, 1): of all heads
-        return (past.sum(omega) - omega) * self.log_theta[layer].exp()
+        before = context.sum(layer, omega) - omega
+        return kernels.rotate_by(q, k, before * self.log_theta[layer].exp())

@@ -16,7 +16,7 @@ python experiments/run.py linear_attention measures what it does.
 import torch
 import torch.nn.functional as F
 
-from model import RoPE
+from model import KVCache, RoPE
 from nanolong.errors import require
 from rope_scaling import ATTENTION, OPTIONS
 
@@ -112,46 +112,44 @@ class LinearAttention(RoPE):
         )
         super().__init__(config)
 
-    def rotate(self, q, k, pos, layer):
+    def rotate(self, q, k, x, layer, context):
         return q, k  # attend() rotates their features
 
-    def attend(self, q, k, v, pos, layer, cache, **mask):
+    def attend(self, q, k, v, bias, layer, context, **options):
         """
         Attend from queries (B, H, T, D) to keys (B, Hk, T, D) and, with a cache, to those before.
 
-        Computes in float32, or float64. mask["scale"] is not used: see the top of the file.
+        Computes in float32, or float64. options["scale"] is not used: see the top of the file.
         """
-        self.check_call(cache, mask)
+        self.check_call(context)
         dtype = torch.promote_types(v.dtype, torch.float32)
         with torch.autocast(v.device.type, enabled=False):
             # Map to positive features, and rotate these.
             q = feature_map(q.to(dtype))
             k = feature_map(k.to(dtype))
-            rotated = super().rotate(q, k, pos, layer)
+            rotated = super().rotate(q, k, None, layer, context)
             if self.observe is not None:
                 self.observe((q, k), rotated)
-            # A cache stores the state as its keys, and the sum of the keys as its values. When the
-            # tables change it drops both, and the whole text is computed again.
-            state = None if cache is None else cache.keys.get(layer)
-            key_sum = None if cache is None else cache.values.get(layer)
+            # A cache stores the state and the sum of the keys. When the tables change it drops
+            # both, and the whole text is computed again.
+            last = context.last if isinstance(context, KVCache) else {}
+            state, key_sum = last.get((layer, "state")), last.get((layer, "key_sum"))
             # Sum over the keys.
             is_one_token = state is not None and q.shape[2] == 1
             product = recurrent_product if is_one_token else chunked_product
             numerator, state = product(*rotated, v.to(dtype), state)
             summed = rotated if self.rotate_denominator else (q, k)
             denominator, key_sum = running_dot(*summed, key_sum)
-            if cache is not None:
-                cache.keys[layer] = state
-                cache.values[layer] = key_sum
+            last[layer, "state"], last[layer, "key_sum"] = state, key_sum
             return (numerator / denominator[..., None]).to(v.dtype)
 
-    def check_call(self, cache, mask):
+    def check_call(self, context):
         """Raise UserError for what a state cannot do."""
         require(
-            mask.get("docs") is None,
+            context.docs is None,
             "linear attention has one state for the whole text, so documents cannot be kept "
             "separate: give --separate_docs=false",
         )
-        if cache is not None and cache.fixed_shape:
+        if context.write_index is not None:
             # no UserError: on a GPU, where nobody has asked for it, sampling goes on without it
             raise RuntimeError("linear attention has no decoding step of fixed shape")

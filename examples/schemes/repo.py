@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import kernels
 from model import RoPE
 from rope_scaling import ATTENTION, OPTIONS
 
@@ -29,17 +30,17 @@ class RePo(RoPE):
         shapes = (n, C), (n, C), (config.n_kv_head, n)
         self.gate, self.value, self.out = (nn.Parameter(torch.randn(L, *s) * std) for s in shapes)
 
-    def rotate(self, q, k, pos, layer):
-        if layer >= self.first_layer:
-            return q * self.attention_factor, k * self.attention_factor
-        return super().rotate(q, k, pos, layer)
+    @classmethod
+    def counts_indices(cls):
+        return True  # upper layers do not read position ids
 
-    def angles(self, x, layer, past):
+    def rotate(self, q, k, x, layer, context):
         if layer < self.first_layer:
-            return None
+            return super().rotate(q, k, x, layer, context)
         wide = torch.promote_types(x.dtype, torch.float32)
         gate, value, out = (w[layer].to(wide) for w in (self.gate, self.value, self.out))
         with torch.autocast(x.device.type, enabled=False):  # angles need digits
             x = x.to(wide)
             z = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, value), out)  # (B, T, Hk)
-        return z.mT[..., None] * self.inv_freq
+        q, k = q * self.attention_factor, k * self.attention_factor
+        return kernels.rotate_by(q, k, z.mT[..., None] * self.inv_freq)

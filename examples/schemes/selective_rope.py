@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import kernels
 from model import NoPE
 from nanolong.errors import require
 
@@ -37,7 +38,7 @@ class SelectiveRoPE(NoPE):
         pair = torch.arange(half, dtype=torch.float64)
         self.register_constant("inv_freq", self.base ** -(pair / half))
 
-    def angles(self, x, layer, past):
+    def rotate(self, q, k, x, layer, context):
         wide = torch.promote_types(x.dtype, torch.float32)
         down, up, taps = (w[layer].to(wide) for w in (self.down, self.up, self.taps))
         with torch.autocast(x.device.type, enabled=False):  # a sum adds up what bfloat16 rounds
@@ -45,17 +46,18 @@ class SelectiveRoPE(NoPE):
             u = F.normalize(u, dim=-1).flatten(-2)
             phi = F.linear(F.linear(u, down), up)
         phi = phi.unflatten(-1, (self.config.n_kv_head, -1)).transpose(1, 2)  # (B, Hk, T, D/2)
-        step = sum(a * y for a, y in zip(taps, delayed(phi, self.n_taps - 1, past), strict=True))
-        return past.sum(step) * (self.inv_freq / self.position_scale)
+        inputs = delayed(phi, self.n_taps - 1, layer, context)
+        step = sum(a * y for a, y in zip(taps, inputs, strict=True))
+        angles = context.sum(layer, step) * (self.inv_freq / self.position_scale)
+        return kernels.rotate_by(q, k, angles)
 
 
-def delayed(x, n, past):
+def delayed(x, n, layer, context):
     """x (B, H, T, c), and x delayed by 1 to n tokens: 0 before its document begins."""
     T = x.shape[2]
-    docs = x.new_zeros(1, T) if past.docs is None else past.docs[:, -T:]
+    docs = x.new_zeros(1, T) if context.docs is None else context.docs[:, -T:]
     docs = docs[:, None, :, None].to(x.dtype)
     x = torch.cat((x, docs.expand(*x.shape[:3], 1)), -1)  # the number of the document goes along
-    x = F.pad(torch.cat((past.read(x[:, :, -n:]), x), 2), (0, 0, n, 0))
-    past.keep(x[:, :, -n:])
+    x = F.pad(torch.cat((context.before(layer, x, n), x), 2), (0, 0, n, 0))
     parts = [x[:, :, x.shape[2] - d - T : x.shape[2] - d] for d in range(n + 1)]
     return [part[..., :-1] * (part[..., -1:] == docs) for part in parts]

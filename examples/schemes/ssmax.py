@@ -28,11 +28,10 @@ class SSMax(RoPE):
         super().__init__(config)
         self.s = nn.Parameter(torch.full((config.n_layer, config.n_head), self.initial_s))
 
-    def rotate(self, q, k, pos, layer):
-        n = pos + 1  # (T,) or (B, T)
+    def rotate(self, q, k, x, layer, context):
+        n = context.pos + 1  # (T,) or (B, T)
         if self.config.uses_window(layer):
             n = n.clamp(max=self.config.window + self.config.sinks)
-        scale = (
-            self.s[layer][:, None, None] * n.log()[..., None, :, None]
-        )  # (H, T, 1) or (B, H, T, 1)
-        return super().rotate((q * scale).to(q.dtype), k, pos, layer)
+        # (H, T, 1) or (B, H, T, 1)
+        scale = self.s[layer][:, None, None] * n.log()[..., None, :, None]
+        return super().rotate((q * scale).to(q.dtype), k, x, layer, context)

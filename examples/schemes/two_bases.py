@@ -37,7 +37,7 @@ class TwoBases(RoPE):
             method, self.global_base, self.rotary_dim, length, factor, **options
         )
 
-    def rotate(self, q, k, pos, layer):
-        if self.config.uses_window(layer):
-            return self.window_rope.rotate(q, k, pos, layer)
-        return super().rotate(q, k, pos, layer)
+    def tables(self, context):
+        """Compute cos and sin for layers of full attention, window layers, and far keys."""
+        full, _, far = super().tables(context)
+        return full, self.window_rope.tables(context)[0], far

@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from nanolong import devices, inference
+from nanolong import devices
 from nanolong.errors import require
 from nanolong.evaluation.log import Cell
 from nanolong.evaluation.loss import evaluation_mode
@@ -35,14 +35,14 @@ def measure_cost(record, model, dtype):
     tokens = tokens.to(device)
     with evaluation_mode(model, devices.pick_dtype(dtype, device)):
         # the second finds memory and code warm
-        prefills = [time_pass(model, tokens, inference.KVCache(length), device) for _ in range(2)]
+        prefills = [time_pass(model, tokens, model.cache_class(length), device) for _ in range(2)]
         # decoding ends at the length, which a bounded scheme cannot exceed
-        cache = inference.KVCache(length)
+        cache = model.cache_class(length)
         time_pass(model, tokens[:, :-n_decoded], cache, device)
         last = tokens[:, -n_decoded:].split(1, 1)
         # the first step fills caches for the others
         steps = [time_pass(model, token, cache, device) for token in last][1:]
-    n_bytes = sum(x.nbytes for x in (*cache.keys.values(), *cache.values.values()))
+    n_bytes = sum(x.nbytes for x in (*cache.kept.values(), *cache.last.values()))
     found = {"prefill_seconds": min(prefills), "tokens_per_second": len(steps) / sum(steps)}
     return [{**record, **found, "cache_megabytes": n_bytes / 1e6}]
 

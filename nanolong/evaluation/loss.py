@@ -128,7 +128,7 @@ def token_losses(model, x, y):
     # A method whose tables depend on the length has to see the whole sequence at once.
     if length <= CHUNK or model.pos.set_length(CHUNK) != model.pos.set_length(length):
         return model(x, y, reduction="none")
-    cache = inference.KVCache(capacity=length)
+    cache = model.cache_class(capacity=length)
     losses = []
     for start in range(0, length, CHUNK):
         chunk = slice(start, start + CHUNK)
