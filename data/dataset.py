@@ -154,8 +154,8 @@ def join(splits):
 class MaskedSplit(Split):
     """Token files with masks, which say where documents start and which targets are scored.
 
-    A sequence is a document, padded by inputs of 0 and targets of -1; a document of more than
-    `length` targets is several. files, tokens, masks: an item for each document.
+    A sequence is a document, padded by inputs of 0 and targets of -1, or a part of a longer one. It
+    has a scored target. files, tokens, masks: an item for each document.
     """
 
     def __init__(self, files, vocab_size: int, bos: int | None):
@@ -174,11 +174,12 @@ class MaskedSplit(Split):
 
     def n_sequences(self, length, offset=0):
         """Count the sequences of each document, at any offset: (documents,)."""
-        return np.array([math.ceil((len(tokens) - 1) / length) for tokens in self.tokens], np.int64)
+        return np.array([len(starts) for starts in scored_starts(self, length)], np.int64)
 
     def locate(self, index, length, offset=0):
         """Find sequence `index`: its document, and the token at which it starts there."""
-        return super().locate(index, length)
+        document, start = super().locate(index, length)
+        return document, int(scored_starts(self, length)[document][start // length])
 
     def sequence_at(self, file, start, length):
         """Read the sequence that starts at a token of a document: inputs and targets."""
@@ -194,6 +195,13 @@ class MaskedSplit(Split):
 
 
 # What is the same for many sequences of a split is kept.
+
+
+@functools.lru_cache(maxsize=8)
+def scored_starts(split, length):
+    """List where the sequences of a document start that score a target: for each document (n,)."""
+    scored = (np.flatnonzero(mask[1:] & token_files.SCORED) for mask in split.masks)
+    return [np.unique(targets // length) * length for targets in scored]
 
 
 @functools.lru_cache(maxsize=64)

@@ -52,6 +52,13 @@ def test_token_files_have_the_documented_forms(tmp_path):
     assert token_files.open_tokens(tmp_path / "c.bin").tolist() == ids
 
 
+@pytest.mark.parametrize("ids", [[3, 300], np.array([70000], np.uint32), [-1], [0.5], []])
+def test_ids_outside_the_vocabulary_are_not_written(ids, tmp_path):
+    with pytest.raises(UserError, match="a.bin is not written: .*, integers from 0 to 299"):
+        data.write_tokens(tmp_path / "a.bin", ids, 300)
+    assert not any(tmp_path.iterdir())
+
+
 def test_damaged_token_files_are_refused(tmp_path):
     data.write_tokens(tmp_path / "a.bin", range(900), 900)
     whole = (tmp_path / "a.bin").read_bytes()
