@@ -346,7 +346,7 @@ class Dataset(Text):
         by_token = [[x / n_targets for x in rest] for n_targets, *rest in sums]
         loss, text_loss, n_bytes = map(self.weigh, zip(*by_token, strict=True))
         metrics = {"val_loss": loss}
-        if n_bytes:
+        if all(bytes_of_source for *_, bytes_of_source in by_token):
             metrics["val_bits_per_byte"] = text_loss / math.log(2) / n_bytes
         if len(sums) > 1:
             for source, (loss, *_) in zip(self.sources, by_token, strict=True):
@@ -354,13 +354,15 @@ class Dataset(Text):
         return metrics
 
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None):
-        """Raise UserError unless a model can read this text, as far as known.
+        """Raise UserError unless a model, whose vocabulary may be larger, can read this text.
 
         what: the model's name in messages. tokenizer: its to_json(), or None if it is unknown.
         """
         remedy = f"prepare its text with the tokenizer of {what} (--tokenizer=RUN)"
+        if tokenizer is None:
+            remedy = f"give a dataset of its own token ids, with a vocab_size of {vocab_size}"
         sizes = f"a vocabulary of {self.vocab_size} and {what} one of {vocab_size}"
-        require(self.vocab_size == vocab_size, f"dataset {self.name} has {sizes}: {remedy}")
+        require(self.vocab_size <= vocab_size, f"dataset {self.name} has {sizes}: {remedy}")
         known = self.tokenizer and tokenizer_from_json(tokenizer)
         is_same = not known or same_vocabulary(self.tokenizer, known)
         require(is_same, f"dataset {self.name} has other tokens than {what}: {remedy}")
@@ -485,10 +487,11 @@ class Mixture(Dataset):
         self.fractions = tuple(fractions.values())
         self.hash = ",".join(source.hash for source in self.sources)
         self.tasks = set().union(*(source.tasks for source in self.sources))
-        first, *others = self.sources
+        # the vocabulary of the others may be a part of this one's
+        first = max(self.sources, key=lambda source: source.vocab_size)
         self.tokenizer, self.vocab_size = first.tokenizer, first.vocab_size
         self.bos, self.separator = first.bos, first.separator
-        for other in others:
+        for other in self.sources:
             spec = first.tokenizer and first.tokenizer.to_json()
             other.check_model(first.name, first.vocab_size, spec)
             one, two = (f"{x.separator} and {x.bos}" for x in (first, other))

@@ -213,9 +213,8 @@ def short_name(name) -> str:
 
 
 def vocabulary_size(name) -> int:
-    """Return the size of the vocabulary of a dataset, or of the first one of a mixture."""
-    first = next(iter(split_mixture(name)))
-    return read_meta(find_dataset(first))["vocab_size"]
+    """Return the size of the vocabulary of a dataset, or the largest one of a mixture."""
+    return max(read_meta(find_dataset(source))["vocab_size"] for source in split_mixture(name))
 
 
 # -----------------------------------------------------------------------------
