@@ -159,7 +159,8 @@ def ntk_frozen(base, rotary_dim, original_length, factor, multiplier=2.0, length
 
 def ntk_lceg(base, rotary_dim, original_length, factor, multiplier=None, length=None):
     """The fine-tuned NTK of Lu et al. (2024): dynamic-ntk with its factor at multiplier (by default
-    half of factor); all inputs up to the target length have the base of the target length.
+    half of factor); all inputs up to the target length have the base of the target length. The
+    authors' program rounds the half up: for a factor of 3 give multiplier=2.
     """
     target = original_length * factor
     length = target if length is None else max(target, float(length))

@@ -84,7 +84,7 @@ def load(cfg, paths):
         note(f"the newest run is {folder}")
     model = GPT.load(folder, cfg.best, devices.weights_to_load(cfg.weights))
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
-    require(tokenizer, f"{folder} has no tokenizer to write text: use another checkpoint")
+    require(tokenizer, f"{folder} has no tokenizer for text: sample ids as docs/python.md does")
     return folder, model, tokenizer
 
 

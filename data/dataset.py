@@ -154,8 +154,8 @@ def join(splits):
 class MaskedSplit(Split):
     """Token files with masks, which say where documents start and which targets are scored.
 
-    A sequence is a document, padded by inputs of 0 and targets of -1; a document of more than
-    `length` targets is several. files, tokens, masks: an item for each document.
+    A sequence is a document, padded by inputs of 0 and targets of -1, or a part of a longer one. It
+    has a scored target. files, tokens, masks: an item for each document.
     """
 
     def __init__(self, files, vocab_size: int, bos: int | None):
@@ -174,11 +174,12 @@ class MaskedSplit(Split):
 
     def n_sequences(self, length, offset=0):
         """Count the sequences of each document, at any offset: (documents,)."""
-        return np.array([math.ceil((len(tokens) - 1) / length) for tokens in self.tokens], np.int64)
+        return np.array([len(starts) for starts in scored_starts(self, length)], np.int64)
 
     def locate(self, index, length, offset=0):
         """Find sequence `index`: its document, and the token at which it starts there."""
-        return super().locate(index, length)
+        document, start = super().locate(index, length)
+        return document, int(scored_starts(self, length)[document][start // length])
 
     def sequence_at(self, file, start, length):
         """Read the sequence that starts at a token of a document: inputs and targets."""
@@ -194,6 +195,13 @@ class MaskedSplit(Split):
 
 
 # What is the same for many sequences of a split is kept.
+
+
+@functools.lru_cache(maxsize=8)
+def scored_starts(split, length):
+    """List where the sequences of a document start that score a target: for each document (n,)."""
+    scored = (np.flatnonzero(mask[1:] & token_files.SCORED) for mask in split.masks)
+    return [np.unique(targets // length) * length for targets in scored]
 
 
 @functools.lru_cache(maxsize=64)
@@ -338,7 +346,7 @@ class Dataset(Text):
         by_token = [[x / n_targets for x in rest] for n_targets, *rest in sums]
         loss, text_loss, n_bytes = map(self.weigh, zip(*by_token, strict=True))
         metrics = {"val_loss": loss}
-        if n_bytes:
+        if all(bytes_of_source for *_, bytes_of_source in by_token):
             metrics["val_bits_per_byte"] = text_loss / math.log(2) / n_bytes
         if len(sums) > 1:
             for source, (loss, *_) in zip(self.sources, by_token, strict=True):
@@ -346,13 +354,15 @@ class Dataset(Text):
         return metrics
 
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None):
-        """Raise UserError unless a model can read this text, as far as known.
+        """Raise UserError unless a model, whose vocabulary may be larger, can read this text.
 
         what: the model's name in messages. tokenizer: its to_json(), or None if it is unknown.
         """
         remedy = f"prepare its text with the tokenizer of {what} (--tokenizer=RUN)"
+        if tokenizer is None:
+            remedy = f"give a dataset of its own token ids, with a vocab_size of {vocab_size}"
         sizes = f"a vocabulary of {self.vocab_size} and {what} one of {vocab_size}"
-        require(self.vocab_size == vocab_size, f"dataset {self.name} has {sizes}: {remedy}")
+        require(self.vocab_size <= vocab_size, f"dataset {self.name} has {sizes}: {remedy}")
         known = self.tokenizer and tokenizer_from_json(tokenizer)
         is_same = not known or same_vocabulary(self.tokenizer, known)
         require(is_same, f"dataset {self.name} has other tokens than {what}: {remedy}")
@@ -477,10 +487,11 @@ class Mixture(Dataset):
         self.fractions = tuple(fractions.values())
         self.hash = ",".join(source.hash for source in self.sources)
         self.tasks = set().union(*(source.tasks for source in self.sources))
-        first, *others = self.sources
+        # the vocabulary of the others may be a part of this one's
+        first = max(self.sources, key=lambda source: source.vocab_size)
         self.tokenizer, self.vocab_size = first.tokenizer, first.vocab_size
         self.bos, self.separator = first.bos, first.separator
-        for other in others:
+        for other in self.sources:
             spec = first.tokenizer and first.tokenizer.to_json()
             other.check_model(first.name, first.vocab_size, spec)
             one, two = (f"{x.separator} and {x.bos}" for x in (first, other))

@@ -44,7 +44,10 @@ def token_writer(file: Path, vocab_size: int):
 
 
 def write_tokens(file: Path, ids, vocab_size: int):
-    """Write token ids to a new file."""
+    """Write token ids to a new file. Raises UserError for ids outside the vocabulary."""
+    ids = np.asarray(ids)
+    fits = ids.dtype.kind in "iu" and ids.size and 0 <= ids.min() and ids.max() < vocab_size
+    require(fits, f"{file} is not written: give token ids, integers from 0 to {vocab_size - 1}")
     with token_writer(file, vocab_size) as write:
         write(ids)
 
@@ -87,15 +90,20 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
 def open_mask(file: Path, n_tokens: int) -> np.memmap:
     """Map the mask of a token file into memory, read-only: (n_tokens,) uint8, of SCORED and STARTS.
 
-    Raises UserError for a damaged one, and if no target is scored.
+    Raises UserError for a missing or damaged one, and if no target is scored.
     """
     mask_file = file.with_suffix(".mask")
+    problem = f"{mask_file} is missing, and another token file of the dataset has a mask"
+    require(mask_file.is_file(), f"{problem}: write one for each token file, or remove the others")
     size = mask_file.stat().st_size
     problem = f"the mask of {file} has {size} bytes for {n_tokens} tokens"
     require(size == n_tokens, f"{problem}: prepare the dataset again")
     mask = np.memmap(mask_file, np.uint8, "r")
-    is_whole = mask[0] & STARTS and mask.max() <= SCORED | STARTS and (mask == SCORED).any()
-    require(is_whole, f"the mask of {file} is damaged, or scores no target: prepare it again")
+    remedy = f"write {SCORED} for a scored token, and {STARTS} more if a document starts with it"
+    is_marked = mask[0] & STARTS and mask.max() <= SCORED | STARTS
+    require(is_marked, f"{mask_file} starts no document at token 0, or has bytes above 3: {remedy}")
+    problem = f"{mask_file} scores no token but the first ones of documents, which are not targets"
+    require((mask == SCORED).any(), f"{problem}: {remedy}")
     return mask
 
 
@@ -205,9 +213,8 @@ def short_name(name) -> str:
 
 
 def vocabulary_size(name) -> int:
-    """Return the size of the vocabulary of a dataset, or of the first one of a mixture."""
-    first = next(iter(split_mixture(name)))
-    return read_meta(find_dataset(first))["vocab_size"]
+    """Return the size of the vocabulary of a dataset, or the largest one of a mixture."""
+    return max(read_meta(find_dataset(source))["vocab_size"] for source in split_mixture(name))
 
 
 # -----------------------------------------------------------------------------

@@ -3,11 +3,13 @@
     python experiments/search.py out/rope --factor=4 --out=out/factors.json
     python extend.py out/rope --method=longrope --factor=4 --options=out/factors.json --max_iters=0
 
-An evolutionary search with LongRoPE's settings, at a small size, from PI, NTK and NTK-by-parts. The
-factors lie on a grid of 0.01, from 1 to 1.5 times --factor, and never fall from pair to pair. The
-fitness is the loss of the digits of passkeys at the target length (LongRoPE2: Shang et al. 2025):
-the loss of a text hardly depends on distant text. So the run needs documents of data/prepare.py
---task=niah:1 among its data.
+An evolutionary search from PI, NTK and NTK-by-parts. Four of its settings are LongRoPE's: factors
+lie on a grid of 0.01, never fall from pair to pair, are mutated with probability 0.3, and the
+better half of a generation stays. The others are its own: factors from 1 to 1.5 times --factor,
+fewer tables and rounds, and no search for the first tokens that LongRoPE leaves unscaled. The
+fitness is the loss of the digits of passkeys at the target length (LongRoPE2: Shang et al. 2025),
+because the loss of a text hardly depends on distant text. So the run needs documents of
+data/prepare.py --task=niah:1 among its data.
 """
 
 import sys

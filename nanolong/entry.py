@@ -58,10 +58,13 @@ def load_entry(file, positions):
         len(schemes) == 1,
         f"--entry={file} has {len(schemes)} classes that derive from model.NoPE: leave exactly one",
     )
-    hooks = [hook for hook in vars(positions["nope"]) if not hook.startswith("_")]
-    for own in vars(schemes[0]).keys() - {*hooks}:
-        for hook in difflib.get_close_matches(own, hooks, 1, 0.75):
-            note(f"--entry={file}: {own} is no hook: did you mean {hook}?")
+    own, base = vars(schemes[0]), vars(positions["nope"])
+    hooks = [hook for hook in base if not hook.startswith("_")]
+    for attribute in own.keys() - {*hooks}:
+        for hook in difflib.get_close_matches(attribute, hooks, 1, 0.75):
+            # a number named base is not a misspelt bias()
+            if callable(own[attribute]) == callable(base[hook]):
+                note(f"--entry={file}: {attribute} is no hook: did you mean {hook}?")
     check_hooks(file, schemes[0], positions["nope"])
     positions[name] = schemes[0]
     loaded[schemes[0]] = source

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_dataset
+import torch
+from conftest import assert_refused, assert_success, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
 from data import token_files
+from model import GPT
 from nanolong.errors import LocalError, UserError
 
 IDS = st.lists(st.integers(0, 59), max_size=60)
@@ -50,6 +52,13 @@ def test_token_files_have_the_documented_forms(tmp_path):
     assert token_files.open_tokens(tmp_path / "a.bin").tolist() == ids
     assert token_files.open_tokens(tmp_path / "b.bin").tolist() == [70000, 5]
     assert token_files.open_tokens(tmp_path / "c.bin").tolist() == ids
+
+
+@pytest.mark.parametrize("ids", [[3, 300], np.array([70000], np.uint32), [-1], [0.5], []])
+def test_ids_outside_the_vocabulary_are_not_written(ids, tmp_path):
+    with pytest.raises(UserError, match="a.bin is not written: .*, integers from 0 to 299"):
+        data.write_tokens(tmp_path / "a.bin", ids, 300)
+    assert not any(tmp_path.iterdir())
 
 
 def test_damaged_token_files_are_refused(tmp_path):
@@ -369,10 +378,47 @@ def test_a_model_of_another_vocabulary_is_refused(tmp_path):
     abc = data.CharTokenizer("abc")
     dataset = data.Dataset(make_dataset(tmp_path / "mine", [0, 1, 2], 3, tokenizer=abc))
     dataset.check_model("the model", 3, abc.to_json())
-    with pytest.raises(UserError, match="vocabulary of 3 and the model one of 4"):
-        dataset.check_model("the model", 4, abc.to_json())
-    with pytest.raises(UserError, match="other tokens than the model"):
-        dataset.check_model("the model", 3, data.CharTokenizer("abd").to_json())
+    # one that is padded, or has more tokens
+    for tokenizer in (abc.to_json(), data.CharTokenizer("abcd").to_json(), None):
+        dataset.check_model("the model", 4, tokenizer)
+    for tokenizer, remedy in ((abc.to_json(), "--tokenizer=RUN"), (None, "a vocab_size of 2")):
+        with pytest.raises(UserError, match=f"of 3 and the model one of 2: .*{remedy}"):
+            dataset.check_model("the model", 2, tokenizer)
+    for characters in ("abd", "abdc", "ab☃"):
+        with pytest.raises(UserError, match="other tokens than the model"):
+            dataset.check_model("the model", 4, data.CharTokenizer(characters).to_json())
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_each_command_reads_data_of_a_part_of_the_vocabulary(
+    has_tokenizer, call, save_run, tmp_path
+):
+    """A model of 320 ids and data of 257, with and without a tokenizer of 257."""
+    meta = {"bos": None} if has_tokenizer else {"bos": None, "tokenizer": None}
+    run = save_run("run", meta, vocab_size=320)
+    ids = np.random.default_rng(0).integers(0, 256, 985)
+    kinds = {} if has_tokenizer else {"tokenizer": None}
+    dataset = f"--dataset={write_dataset(tmp_path / 'ids', ids, bos_default=False, **kinds)}"
+    file = tmp_path / "a.json"
+    words = [run, dataset, "--lengths=24", "--protocol=chunked", f"--json={file}"]
+    assert_success(call("evaluate.py", *words, f"--report={tmp_path}/a.html"))
+    model = GPT.load(run)
+    x, y = (torch.tensor(ids[i : i + 984].reshape(41, 24)) for i in (0, 1))
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
+    assert json.loads(file.read_text())[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+    tiny = ["--max_iters=2", "--compile=false", "--device=cpu", "--eval_iters=2", dataset]
+    assert_success(call("train.py", f"--init_from={run}", *tiny, f"--out_dir={tmp_path}/more"))
+    words = [run, "--factor=2", "--learning_rate=1e-3", "--max_tokens=256"]
+    assert_success(call("extend.py", *words, *tiny, f"--out_dir={tmp_path}/longer"))
+    for name in ("more", "longer"):
+        assert GPT.load(tmp_path / name).config.vocab_size == 320
+        done = call("sample.py", tmp_path / name, "--max_new_tokens=40")
+        if has_tokenizer:
+            assert_success(done)
+        else:
+            assert_refused(done, "has no tokenizer for text: sample ids as docs/python.md")
 
 
 def test_only_scored_targets_count_as_bytes(tmp_path):

@@ -133,14 +133,21 @@ def test_what_attention_cannot_take_is_refused(hook, result, tmp_path, make):
             check_scheme(model)
 
 
-def test_a_misspelt_hook_is_noted(tmp_path, capfd, entries_do_not_stay):
-    source = "from model import NoPE\nclass Mine(NoPE):\n    def bais(self, x, layer): pass"
-    (tmp_path / "misspelt.py").write_text(source)
-    load_entry(tmp_path / "misspelt.py", POSITIONS)
-    assert "bais is no hook: did you mean bias?" in capfd.readouterr().err
-    (tmp_path / "right.py").write_text(source.replace("bais", "helper"))
-    load_entry(tmp_path / "right.py", POSITIONS)
-    assert not capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("attribute", "meant"),
+    [
+        ("def bais(self, n, layer): pass", "bias"),
+        ("method = {}", "methods"),
+        ("def helper(self): pass", ""),
+        ("base = 500_000.0", ""),  # a number is not a misspelt bias()
+    ],
+)
+def test_a_misspelt_hook_is_noted(attribute, meant, tmp_path, capfd):
+    source = f"from model import NoPE\n\n\nclass Mine(NoPE):\n    {attribute}\n"
+    (tmp_path / "mine.py").write_text(source)
+    load_entry(tmp_path / "mine.py", POSITIONS)
+    noted = capfd.readouterr().err
+    assert noted.endswith(f"is no hook: did you mean {meant}?\n") if meant else not noted
 
 
 @pytest.mark.parametrize(

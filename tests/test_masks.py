@@ -46,7 +46,9 @@ def read_documents(folder, split):
 
 
 def cut(documents, length):
-    """The sequences of documents: pairs of inputs and targets as tuples, padded to a length."""
+    """The sequences of documents that score a target: pairs of inputs and targets as tuples, padded
+    to a length.
+    """
     found = []
     for document in documents:
         tokens = [token for token, _ in document]
@@ -55,7 +57,8 @@ def cut(documents, length):
             x, y = tokens[i : i + length], targets[i + 1 : i + 1 + length]
             x = x[: len(y)]
             n = length - len(x)
-            found.append((tuple(x + [0] * n), tuple(y + [-1] * n)))
+            if max(y) >= 0:
+                found.append((tuple(x + [0] * n), tuple(y + [-1] * n)))
     return found
 
 
@@ -186,11 +189,13 @@ def test_an_epoch_has_each_document_once_in_an_order_of_its_own(length, tasks_da
 def test_only_the_mask_says_where_documents_are_and_what_counts(tmp_path):
     """Not <bos>, which stands within a document here, and not its first token's score."""
     documents = [[(65, 1), (256, 0), (66, 1), (67, 0)], [(68, 0)], [(256, 0), (69, 1)]]
+    documents.append([(70, 1), (71, 0), (72, 0)])  # scores no target
     dataset = data.Dataset(write_masked(tmp_path / "a", documents))
     dataset.select(separate=True)
     x, y, _, docs = dataset.batch(0, 2, 4, 1)
     expected = [((65, 256, 66, 0), (-1, 66, -1, -1)), ((256, 0, 0, 0), (69, -1, -1, -1))]
     assert sorted(rows_of(x, y)) == expected
+    assert dataset.train.n_sequences(4).sum() == 2
     assert not docs.any()
     assert not dataset.document_ids(torch.from_numpy(x)).any()
     x, y, positions, _ = dataset.batch(0, 2, 4, 1, max_position=99)
@@ -206,15 +211,15 @@ def test_a_mask_is_part_of_the_hash_and_is_checked(tasks_data, tmp_path):
     for bad, message in (
         (mask[:-1], f"val.bin has {len(mask) - 1} bytes for {len(mask)} tokens"),
         (b"", "has 0 bytes"),
-        (b"\0" + mask[1:], "damaged"),
-        (mask[:-1] + b"\4", "damaged"),
-        (b"\2" + bytes(len(mask) - 1), "scores no target"),
+        (b"\0" + mask[1:], "val.mask starts no document at token 0.* and 2 more"),
+        (mask[:-1] + b"\4", "val.mask .* bytes above 3: write"),
+        (b"\2" + bytes(len(mask) - 1), "scores no token but the first"),
     ):
         (folder / "val.mask").write_bytes(bad)
         with pytest.raises(UserError, match=message):
             data.Dataset(folder)
     (folder / "val.mask").unlink()
-    with pytest.raises(OSError, match=r"val\.mask"):  # which run_main() says in a sentence
+    with pytest.raises(UserError, match="val.mask is missing, .*: write one for each token file"):
         data.Dataset(folder)
     (folder / "train.mask").unlink()
     assert data.Dataset(folder).val.masked_file is None

@@ -106,7 +106,7 @@ EXTENDING = [
     ("RUN --keep_optimizer=true", "has taken all 8 steps", "raise --max_iters"),
     ("RUN --keep_optimizer=true --max_iters=9 --optimizer=muon", "optimizer=adamw, not muon"),
     ("RUN --factor=2 --train_length=65", "the 64 extended tokens"),
-    ("RUN --dataset=LETTERS --bos=false", "vocabulary of 3"),
+    ("RUN --dataset=LETTERS --bos=false", "other tokens than"),
     ("RUN --init_from=RUN", "init_from is one of scratch, resume, auto"),
     ("RUN --init_from=resume --out_dir=RUN", "was not written by extend.py: resume it by train.py"),
     ("RUN --method=jet-long --options=window=33 --max_iters=0", "of a window at most 32"),

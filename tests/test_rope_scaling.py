@@ -155,6 +155,11 @@ def test_attention_is_that_by_distance_around_the_window(method, options, T, mak
     assert_close(model(tokens), reference.logits(model, tokens), 1e-6)
 
 
+def test_self_extend_moves_far_queries_by_its_window_less_the_groups_in_it():
+    """W - W // G, as in Jin et al. (2024). Files of the authors differ unless G divides W."""
+    assert rope_scaling.self_extend(16, 4, window=7, group=3).offset == 5
+
+
 @torch.no_grad()
 def test_jet_long_is_the_base_model_up_to_its_length(make):
     base = make(pos="rope", n_kv_head=2)
