@@ -350,9 +350,10 @@ def main(argv=None):
         if cfg.lora:
             alpha = cfg.lora_alpha or 2 * cfg.lora
             lora.add_updates(model, cfg.lora, alpha, cfg.lora_also, cfg.seed)
-        status = train_and_sample(model, cfg, length, config.block_size if cfg.pose else 0)
+        max_position = config.block_size if cfg.pose else 0
+        status, stopped = train_and_sample(model, cfg, length, max_position)
         # Evaluate.
-        if rank == 0 and status == 0:
+        if rank == 0 and status == 0 and not stopped:
             model = GPT.load(cfg.out_dir)
             if run.is_finished(model, cfg.out_dir, cfg.last_step):
                 report(model, cfg, "extended and trained")
