@@ -285,7 +285,7 @@ def update(optimizers, grads, grad_norm, to_mean, state, cfg):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optim.get_lr(cfg, state.step)
-            optimizer.step()
+            optim.take_step(optimizer)
         state.good_steps += 1
         if cfg.dtype == "float16" and state.good_steps % 2000 == 0:
             state.loss_scale *= 2

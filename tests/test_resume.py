@@ -20,7 +20,7 @@ from conftest import (
     wait_for,
     write_dataset,
 )
-from optimizers import Averaging, Lion
+from optimizers import Averaging, Counting, Lion
 from safetensors.torch import load_file
 
 import data
@@ -111,6 +111,16 @@ def test_whatever_an_optimizer_keeps_goes_on(optimizer, call, text_data, tmp_pat
     monkeypatch.setattr(optimizer, "step", keep_a_word)
     done = call(*words, f"--out_dir={tmp_path}/refused")
     assert_refused(done, f"'word' of {optimizer.__name__}", "keep tensors and numbers")
+
+
+def test_a_value_of_param_groups_that_a_step_changes_is_refused(call, words, tmp_path, monkeypatch):
+    """By name and before anything else is trained, unless the state has it too."""
+    monkeypatch.setattr(torch.optim, "AdamW", Counting)
+    problem = "Counting sets k=1 in its param_groups"
+    assert_refused(call(*words), problem, "keep it in state[parameter]['k']")
+    assert logged(tmp_path / "run", "step") == [0]
+    monkeypatch.setattr(Counting, "keeps", True)
+    assert_success(call(*words, "--overwrite"))
 
 
 def test_kill_9_and_resume_is_bit_exact(call, rng, text_data, tmp_path):
