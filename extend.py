@@ -24,9 +24,9 @@ import torch
 import data
 import rope_scaling
 from kernels import check
-from model import GPT, POSITIONS, GPTConfig, NoPE
+from model import GPT, POSITIONS, GPTConfig, NoPE, RoPE
 from nanolong import devices, entry, lora, parallel, run
-from nanolong.errors import UserError, require, run_main
+from nanolong.errors import UserError, note, require, run_main
 from nanolong.evaluation import loss, scoring
 from train import TrainConfig, TrainState, train_and_sample
 
@@ -275,6 +275,15 @@ def print_lengths(model, cfg):
         lengths += f", originally {config.original_length:,}"
     layers = ", full-attention layers only" if config.extension.get("layers") == "full" else ""
     print(f"context length: {lengths} ({cfg.method}{layers})")
+    # such as Cohere 2: layers without a window have no positions
+    kinds = {config.layer_kind(layer) for layer in range(config.n_layer)}
+    is_near = "F" not in kinds and 0 < config.window <= config.original_length
+    is_near = is_near and isinstance(model.pos, RoPE) and not config.sinks
+    if is_near and cfg.method not in ("none", "drope"):
+        note(
+            f"RoPE is in layers with a window of {config.window} tokens only, so a longer text has "
+            "no new distances: --method=none keeps the trained ones"
+        )
     if cfg.max_iters:
         length = cfg.train_length or config.block_size
         fraction = open_dataset(model, cfg).long_fraction(length)

@@ -114,6 +114,23 @@ def test_the_default_method_is_one_that_the_scheme_has(pos, method, save_run, ca
     assert GPT.load(f"{run}-{method}2").config.extension["method"] == method
 
 
+@pytest.mark.parametrize(
+    "words, settings, is_said",
+    [
+        ("--method=yarn", {}, True),
+        ("--method=none", {}, False),
+        ("--method=yarn", {"layer_pattern": "WF"}, False),
+        ("--method=yarn", {"window": 25}, False),
+        ("--method=yarn", {"sinks": 2}, False),
+    ],
+)
+def test_extending_rope_whose_distances_stay_is_said(words, settings, is_said, save_run, call):
+    """Within a window of at most the original 24 tokens; sinks are farther away."""
+    run = save_run(**{"layer_pattern": "WN", "window": 8, **settings})
+    done = assert_success(call("extend.py", run, "--factor=2", "--max_iters=0", words))
+    assert ("layers with a window of 8 tokens only" in done.stderr) == is_said
+
+
 # -----------------------------------------------------------------------------
 # Reports.
 
