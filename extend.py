@@ -15,6 +15,7 @@ has trained that run), without weight decay.
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,9 +25,9 @@ import torch
 import data
 import rope_scaling
 from kernels import check
-from model import GPT, POSITIONS, GPTConfig, NoPE
+from model import GPT, POSITIONS, GPTConfig, NoPE, RoPE
 from nanolong import devices, entry, lora, parallel, run
-from nanolong.errors import UserError, require, run_main
+from nanolong.errors import UserError, note, require, run_main
 from nanolong.evaluation import loss, scoring
 from train import TrainConfig, TrainState, train_and_sample
 
@@ -66,7 +67,8 @@ class ExtendConfig(TrainConfig):
     # [evaluation]
     eval_interval: int = 1000  # steps between evaluations; the first and the last step have one
     # [system]
-    out_dir: str = ""  # the new run folder; by default RUN-<method><factor>
+    # the new run folder; by default RUN-<method><factor>, with -lora<rank> or -zero (no training)
+    out_dir: str = ""
     # resume: go on from the newest checkpoint of out_dir; auto: that if there is one
     init_from: Literal["scratch", "resume", "auto"] = "scratch"
 
@@ -105,9 +107,10 @@ def run_defaults(given, paths):
     require(len(paths) == 1, f"name the one run folder to extend, {advice}")
     folder = run.find_checkpoint(paths[0])
     parent = Path(paths[0]) if run.list_steps(paths[0]) else folder.parent
-    meta = run.read_meta(folder)
     entry.load_entries(given.get("entry", ()), POSITIONS)
-    methods = POSITIONS.get(meta["config"]["pos"], NoPE).methods
+    run.load_model(GPT, folder, weights=False)  # refuses a scheme whose --entry is not given
+    meta = run.read_meta(folder)
+    methods = POSITIONS[meta["config"]["pos"]].methods
     method = next((name for name in ("yarn", "pi") if name in methods), "none")
     asked = {"method": method, "factor": ExtendConfig.factor, **given}
     out_dir = given.get("out_dir") or default_out_dir(parent, asked, meta["config"]["extension"])
@@ -119,18 +122,22 @@ def run_defaults(given, paths):
 
 
 def default_out_dir(parent, asked, before):
-    """RUN-yarn4, or RUN-yarn4-beta_fast=16; a folder that is extended again has both factors.
+    """RUN-yarn4, RUN-yarn4-beta_fast=16, RUN-yarn4-lora8 or without training RUN-yarn4-zero; a
+    folder that is extended again has both factors.
 
     before: extension of the model, or None: out/rope-yarn4 extended by ntk is out/rope-ntk8.
     """
     factor = asked["factor"]
     name = str(parent)
     own_suffix = f"-{before['method']}{before['factor']:g}" if before else None
-    if own_suffix and name.endswith(own_suffix) and factor > 1:
-        name = name.removesuffix(own_suffix)
+    stem, found, kind = name.rpartition(own_suffix) if before else (name, "", "")
+    if found and re.fullmatch(r"(-zero|-lora\d+)?", kind) and factor > 1:
+        name = stem
         factor *= before["factor"]
     words = [f"{name}-{asked['method']}{factor:g}"]
     words += Path(asked.get("options", "")).name.removesuffix(".json").split(",")
+    words.append(f"lora{asked['lora']}" if asked.get("lora") else "")
+    words.append("zero" if asked.get("max_iters") == 0 else "")
     return "-".join(filter(None, words))
 
 
@@ -266,8 +273,11 @@ def texts_of(model, cfg):
     return {source.name: source.val for source in open_dataset(model, cfg).sources}
 
 
-def print_lengths(model, cfg):
-    """Print the context length before and after, and whether there is text as long."""
+def print_lengths(model, cfg, is_default):
+    """Print the context length before and after, and whether there is text as long.
+
+    is_default: whether nobody chose the method, so that the others are named.
+    """
     config = model.config
     before = round(config.block_size / cfg.factor)
     lengths = f"{before:,} -> {config.block_size:,} tokens"
@@ -275,6 +285,18 @@ def print_lengths(model, cfg):
         lengths += f", originally {config.original_length:,}"
     layers = ", full-attention layers only" if config.extension.get("layers") == "full" else ""
     print(f"context length: {lengths} ({cfg.method}{layers})")
+    if is_default:
+        others = ", ".join(name for name in model.pos.methods if name != cfg.method)
+        print(f"--method={cfg.method} by default; {config.pos} also has {others or 'no other'}")
+    # such as Cohere 2: layers without a window have no positions
+    kinds = {config.layer_kind(layer) for layer in range(config.n_layer)}
+    is_near = "F" not in kinds and 0 < config.window <= config.original_length
+    is_near = is_near and isinstance(model.pos, RoPE) and not config.sinks
+    if is_near and cfg.method not in ("none", "drope"):
+        note(
+            f"RoPE is in layers with a window of {config.window} tokens only, so a longer text has "
+            "no new distances: --method=none keeps the trained ones"
+        )
     if cfg.max_iters:
         length = cfg.train_length or config.block_size
         fraction = open_dataset(model, cfg).long_fraction(length)
@@ -323,7 +345,8 @@ def main(argv=None):
         if not (cfg.resumes or cfg.overwrite):
             run.check_unused(cfg.out_dir)
         has_record = not cfg.max_iters or (cfg.dataset and cfg.learning_rate)
-        lacks = "--learning_rate" if cfg.dataset else "--dataset and --learning_rate"
+        needed = ("dataset", "learning_rate")
+        lacks = " and ".join(f"--{name}" for name in needed if not getattr(cfg, name))
         problem = f"{args.paths[0]} has no record of its training"
         require(has_record, f"{problem}: give {lacks}, or --max_iters=0")
         # Load, and extend.
@@ -337,7 +360,8 @@ def main(argv=None):
         # Evaluate. Without training no dataset is opened, but one that is given.
         has_text = cfg.text or "dataset" in args.given or (cfg.max_iters and not cfg.resumes)
         if rank == 0:
-            print_lengths(model, cfg)
+            is_default = "method" not in args.given and not cfg.resumes
+            print_lengths(model, cfg, is_default)
             if has_text:
                 report(model, cfg, "extended")
         # Train.
@@ -350,9 +374,10 @@ def main(argv=None):
         if cfg.lora:
             alpha = cfg.lora_alpha or 2 * cfg.lora
             lora.add_updates(model, cfg.lora, alpha, cfg.lora_also, cfg.seed)
-        status = train_and_sample(model, cfg, length, config.block_size if cfg.pose else 0)
+        max_position = config.block_size if cfg.pose else 0
+        status, stopped = train_and_sample(model, cfg, length, max_position)
         # Evaluate.
-        if rank == 0 and status == 0:
+        if rank == 0 and status == 0 and not stopped:
             model = GPT.load(cfg.out_dir)
             if run.is_finished(model, cfg.out_dir, cfg.last_step):
                 report(model, cfg, "extended and trained")

@@ -225,13 +225,18 @@ def sum_losses(model, dataset, cfg, stop):
         ids = [inputs[name].cpu().numpy() for name in ("tokens", "targets")]
         n_bytes = dataset.count_bytes(*ids)  # None: unknown
         # not the compiled model, which would be compiled again, without gradients
-        with devices.autocast(device, getattr(torch, cfg.dtype)):
+        autocast = devices.autocast(device, getattr(torch, cfg.dtype))
+        with run.leave_early(model, stop), autocast:
             losses = model(**inputs, reduction="none").cpu().double().numpy()
+        if stop:  # the processes give up together
+            continue
         counts = [n_targets, losses.sum(), 0, 0]
         if n_bytes is not None:
             counts[2:] = losses[dataset.is_text(ids[1])].sum(), n_bytes.sum()
         sums += torch.tensor(counts, dtype=torch.float64)
         rounds.show_loss(sums)
+    if parallel.any_process(stop):
+        return None
     model.train(was_training)
     return parallel.sum_over_processes(sums).tolist()
 
@@ -278,7 +283,7 @@ def update(optimizers, grads, grad_norm, to_mean, state, cfg):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optim.get_lr(cfg, state.step)
-            optimizer.step()
+            optim.take_step(optimizer)
         state.good_steps += 1
         if cfg.dtype == "float16" and state.good_steps % 2000 == 0:
             state.loss_scale *= 2
@@ -344,7 +349,10 @@ def train(model: GPT, cfg: TrainConfig, train_length=0, max_position=0) -> dict:
         try:
             # from here on a stop signal finishes the step, and saves
             with run.StopSignals() as stop:
-                return fit(forward, optimizers, batches, state, stop, shown)
+                last_eval = fit(forward, optimizers, batches, state, stop, shown)
+            # one may have come after the loop's last look
+            stopped = parallel.any_process(stop)
+            return {**last_eval, "stopped": stopped, "last_step": state.step}
         finally:
             shown.close()
             model.eval()
@@ -353,7 +361,7 @@ def train(model: GPT, cfg: TrainConfig, train_length=0, max_position=0) -> dict:
 def fit(forward, optimizers, batches, state, stop, shown):
     """The loop: take steps until the last one or a stop signal, save and evaluate.
 
-    Returns what train() returns.
+    Returns the last evaluation.
     """
     model, cfg, dataset = batches.model, batches.cfg, batches.dataset
     last_eval = {"step": state.step}
@@ -374,7 +382,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
                 last_eval = {"step": state.step, **metrics}
                 shown.evaluation(state, metrics)
         if stopped or state.step >= cfg.last_step:
-            return {**last_eval, "stopped": stopped, "last_step": state.step}
+            return last_eval
         is_saved = is_evaluated = False
 
         # Forward and backward. The sums over all processes are read from the device together, for
@@ -473,18 +481,21 @@ def make_model(args):
 
 
 def train_and_sample(model, cfg, train_length=0, max_position=0):
-    """Train, and print a sample from an empty prompt. Returns the exit status."""
+    """Train, and print a sample from an empty prompt.
+
+    Returns the exit status, and whether a stop signal came.
+    """
     if cfg.resumes and run.is_finished(model, cfg.out_dir, cfg.last_step):
         setting = "raise --stop_at or leave it out" if cfg.stop_at else "raise --max_iters"
         print(f"{model.folder} is finished: to train on, {setting}")
-        return 0
+        return 0, False
     try:
         result = train(model, cfg, train_length, max_position)
     except FloatingPointError as error:
-        return report(error, on_every_rank=False, status=1)
+        return report(error, on_every_rank=False, status=1), False
     if parallel.rank_and_world()[0] == 0:
         progress.report_end(GPT, cfg, result["stopped"])
-    return 0
+    return 0, result["stopped"]
 
 
 def main(argv=None):
@@ -492,7 +503,8 @@ def main(argv=None):
     entry.load_entries(args.cfg.entry, POSITIONS)
     parallel.join_processes(devices.pick_device(args.cfg.device))
     with run.lock(args.cfg.out_dir):
-        return train_and_sample(make_model(args), args.cfg)
+        status, _ = train_and_sample(make_model(args), args.cfg)
+        return status
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import math
 import torch
 
 from kernels import torch_private
-from nanolong.errors import UserError
+from nanolong.errors import UserError, require
 
 
 def get_lr(cfg, step):
@@ -58,6 +58,34 @@ def make_optimizers(model, cfg):
         matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
     return [adamw, muon]
+
+
+def take_step(optimizer):
+    """Update the weights. Raises UserError if the step changed a value of param_groups, which are
+    not saved, unless the optimizer also keeps it in its state.
+    """
+    before = group_values(optimizer)
+    optimizer.step()
+    kept = {name for state in optimizer.state.values() for name in state}
+    for (_, name), text in sorted(group_values(optimizer).items() - before.items()):
+        require(
+            name in kept,
+            f"{type(optimizer).__name__} sets {name}={text} in its param_groups, which checkpoints "
+            f"do not hold: keep it in state[parameter][{name!r}], and read it from there",
+        )
+
+
+def group_values(optimizer):
+    """Return the values of param_groups as text: (number of the group, name) -> text.
+
+    Parameters and learning rates are left out, because training sets them.
+    """
+    values = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in group.keys() - {"params", "lr"}:
+            x = group[name]
+            values[number, name] = str(x.tolist() if torch.is_tensor(x) else x)
+    return values
 
 
 def gradients(model):

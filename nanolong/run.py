@@ -22,6 +22,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -580,11 +581,16 @@ def prune(run):
 # Stop signals.
 
 
+# those that a terminal, a shell or a batch system sends; Windows lacks the last two
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+
+
 class StopSignals:
-    """A context in which SIGTERM and SIGINT are noted; it is true once one has come.
+    """A context in which STOP_SIGNALS are noted; it is true once one has come.
 
     A second one, more than a second later, ends the process as ever: with torchrun each process
-    gets Ctrl-C twice, from the terminal and from torchrun. Only the main thread gets signals.
+    gets Ctrl-C twice, from the terminal and from torchrun. Only the main thread gets signals. A
+    signal that is ignored, as SIGHUP under nohup, stays ignored.
     """
 
     def __init__(self):
@@ -604,14 +610,45 @@ class StopSignals:
             message = "\nstopping after this step, which is saved; again stops without saving\n"
             with contextlib.suppress(OSError):
                 os.write(sys.stderr.fileno(), message.encode())
+        if signal.Signals(number).name == "SIGHUP":
+            discard_terminal()
         self.time = min(self.time, now)
 
     def __enter__(self):
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError):  # in another thread
-                self.previous[number] = signal.signal(number, self.note)
+        for number in (getattr(signal, name, None) for name in STOP_SIGNALS):
+            if number and signal.getsignal(number) != signal.SIG_IGN:
+                with contextlib.suppress(ValueError):  # in another thread
+                    self.previous[number] = signal.signal(number, self.note)
         return self
 
     def __exit__(self, *error):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+def discard_terminal():
+    """Send the output to a terminal nowhere: to write to one that is closed raises OSError."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+class Stopped(Exception):
+    """A stop signal has come in a forward pass."""
+
+
+@contextlib.contextmanager
+def leave_early(model, stop):
+    """A context that a forward pass leaves at the next block once `stop` is true."""
+
+    def look(*_):
+        if stop:
+            raise Stopped
+
+    hooks = [block.register_forward_pre_hook(look) for block in model.blocks]
+    try:
+        with contextlib.suppress(Stopped):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()

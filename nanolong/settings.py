@@ -37,7 +37,7 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 LIMITS = {int: 2**53, float: 3e38}  # numbers are below; float32 ends at 3.4e38
 KINDS = {
     bool: "true or false",
-    int: "a whole number from 0 on, below 2^53",
+    int: "a whole number from 0 on, below 2^53, in digits (8192, not 8k)",
     float: "a number from 0 on, finite in float32",
     str: "text",
 }

@@ -17,6 +17,7 @@ FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "generation_config.json",
 )
 SPECIAL_TOKENS_MAP = FILES[2]
 # with the ids of a model: the first that has one counts

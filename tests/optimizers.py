@@ -34,3 +34,17 @@ class Lion(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(mean.lerp(p.grad, 0.1).sign(), alpha=group["lr"] * state["fade"])
                 mean.lerp_(p.grad, 0.01)
+
+
+class Counting(torch.optim.AdamW):
+    """AdamW with a count of its steps in param_groups, as schedule-free AdamW has."""
+
+    keeps = False  # whether its state has the count, too
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"] if self.keeps else ():
+                self.state[p]["k"] = self.state[p].get("k", 0) + 1
+            group["k"] = group.get("k", 0) + 1

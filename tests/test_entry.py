@@ -71,10 +71,13 @@ def test_an_entry_goes_from_training_to_every_script(entry, call_anew, text_data
         ["evaluate.py", run, "--lengths=32", "--max_tokens=64"],
         ["extend.py", run, "--method=none", "--max_iters=0"],
         ["train.py", f"--out_dir={run}", "--init_from=resume", "--max_iters=10"],
-        ["sample.py", f"{run}-none4", "--max_new_tokens=3"],
+        ["sample.py", f"{run}-none4-zero", "--max_new_tokens=3"],
     ):
         assert "damaged" not in assert_refused(call_anew(*words), f"--entry='{entry}'")
         assert_success(call_anew(*words, f"--entry={entry}"))
+    # not the folder, which holds a run by now
+    again = ["extend.py", run, "--method=none", "--max_iters=0"]
+    assert_refused(call_anew(*again), f"--entry='{entry}'")
 
 
 def test_a_preset_that_wins_over_an_entry_is_named(entry, call_anew, text_data, tmp_path):

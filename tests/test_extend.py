@@ -80,8 +80,11 @@ def test_an_imported_model_is_extended_alone_and_then_fine_tuned(
 ):
     """It has neither data nor a learning rate."""
     run = save_run(n_layer=1)
-    needed = ("no record", "--dataset and --learning_rate", "--max_iters=0")
+    needed = ("no record", "give --dataset and --learning_rate, or --max_iters=0")
     assert_refused(extend_run(run), *needed)
+    assert_refused(extend_run(run, "--learning_rate=1e-3"), "give --dataset, or --max_iters=0")
+    words = [f"--dataset={text_data}", "--min_lr=0"]
+    assert_refused(extend_run(run, *words), "give --learning_rate, or --max_iters=0")
     assert_success(extend_run(run, "--factor=2", "--max_iters=0"))
     assert_refused(extend_run(tmp_path / "extended", f"--out_dir={tmp_path}/again"), *needed)
     words = ["--factor=2", "--init_from=resume", "--max_iters=1"]
@@ -96,12 +99,22 @@ def test_an_extension_is_named_after_its_run_method_and_factor(save_run, call):
     run = save_run()
     for words, name in (([], "yarn4"), (["--method=pi", "--factor=2.5"], "pi2.5")):
         assert_success(call("extend.py", run, "--max_iters=0", *words))
-        assert list_steps(f"{run}-{name}")
-    assert_refused(call("extend.py", run, "--max_iters=0"), "yarn4", "--init_from=resume")
-    again = [f"{run}-yarn4", "--method=ntk", "--factor=2", "--max_iters=0"]
+        assert list_steps(f"{run}-{name}-zero")
+    assert_refused(call("extend.py", run, "--max_iters=0"), "yarn4-zero", "--init_from=resume")
+    again = [f"{run}-yarn4-zero", "--method=ntk", "--factor=2", "--max_iters=0"]
     done = assert_success(call("extend.py", *again))
-    assert "context length: 96 -> 192 tokens, originally 24 (ntk)" in done.stdout
-    assert list_steps(f"{run}-ntk8")
+    assert "context length: 96 -> 192 tokens, originally 24 (ntk)\n" in done.stdout
+    assert list_steps(f"{run}-ntk8-zero") and "by default" not in done.stdout
+    before = {"method": "yarn", "factor": 4.0}
+    for parent, given, name in (
+        ("rope", {"lora": 8}, "rope-yarn2-lora8"),
+        ("rope", {"max_iters": 60, "options": "beta_fast=16"}, "rope-yarn2-beta_fast=16"),
+        ("rope-yarn4-lora16", {}, "rope-yarn8"),
+        ("rope-yarn4", {"max_iters": 0}, "rope-yarn8-zero"),
+        ("rope-yarn40", {}, "rope-yarn40-yarn2"),
+    ):
+        asked = {"method": "yarn", "factor": 2.0, **given}
+        assert extend.default_out_dir(parent, asked, before) == name
 
 
 @pytest.mark.parametrize("pos, method", [("shaw", "pi"), ("fox", "none"), ("fox-rope", "yarn")])
@@ -110,8 +123,28 @@ def test_the_default_method_is_one_that_the_scheme_has(pos, method, save_run, ca
     done = call("sample.py", run, "--max_new_tokens=40", "--start=ab", "--device=cpu")
     advice = f"; to extend it: python extend.py {run} --factor=2"
     assert assert_success(done).stderr.endswith(f"{advice}\n")
-    assert_success(call("extend.py", run, "--factor=2", "--max_iters=0"))
-    assert GPT.load(f"{run}-{method}2").config.extension["method"] == method
+    done = assert_success(call("extend.py", run, "--factor=2", "--max_iters=0"))
+    others = [name for name in GPT.load(run).pos.methods if name != method]
+    also = ", ".join(others) or "no other"
+    assert f"\n--method={method} by default; {pos} also has {also}\n" in done.stdout
+    assert GPT.load(f"{run}-{method}2-zero").config.extension["method"] == method
+
+
+@pytest.mark.parametrize(
+    "words, settings, is_said",
+    [
+        ("--method=yarn", {}, True),
+        ("--method=none", {}, False),
+        ("--method=yarn", {"layer_pattern": "WF"}, False),
+        ("--method=yarn", {"window": 25}, False),
+        ("--method=yarn", {"sinks": 2}, False),
+    ],
+)
+def test_extending_rope_whose_distances_stay_is_said(words, settings, is_said, save_run, call):
+    """Within a window of at most the original 24 tokens; sinks are farther away."""
+    run = save_run(**{"layer_pattern": "WN", "window": 8, **settings})
+    done = assert_success(call("extend.py", run, "--factor=2", "--max_iters=0", words))
+    assert ("layers with a window of 8 tokens only" in done.stderr) == is_said
 
 
 # -----------------------------------------------------------------------------
@@ -131,6 +164,7 @@ def test_the_report_compares_with_the_parent_on_a_text(trained, extend_run, monk
     text.write_bytes(TEXT[:256])
     monkeypatch.setattr(data, "open_dataset", None)
     done = assert_success(extend_run(trained, "--max_iters=0", f"--text={text}"))
+    assert done.stdout.count("; 8 sequences\n") == done.stdout.count("; 2 sequences: noisy\n") == 1
     parent, model = GPT.load(trained), GPT.load(tmp_path / "extended")
     quantiles = {32: 2.365, 128: 12.706}  # of 7 and 1 degrees of freedom
     for length in (32, 128):

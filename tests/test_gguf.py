@@ -311,6 +311,9 @@ NOT_FINITE = np.full((SHAPE["intermediate_size"], SHAPE["hidden_size"]), math.na
 # one of MODELS, what is done to it, and a part of the message
 UNSUITABLE = [
     ("llama", metadata({"general.architecture": "gemma"}), "not one of: llama, qwen2"),
+    ("llama", metadata({"general.type": "adapter"}), "is no model but an adapter (LoRA), which"),
+    ("llama", metadata({"general.architecture": "clip"}), "is no model but an mmproj, the half"),
+    ("llama", metadata({"general.type": "imatrix"}), "is no model but 'imatrix': give the .gguf"),
     ("llama", metadata({"split.count": 3}), "is a part of a model"),
     ("llama", metadata({"llama.rope.dimension_count": 8}), "dimension_count=8"),
     ("qwen2", metadata({"qwen2.attention.sliding_window": 32}), "sliding_window=32"),

@@ -34,6 +34,7 @@ from model import GPT
 from nanolong.errors import UserError
 from nanolong.hub import convert, families, transfer, verify
 from nanolong.hub.families import FAMILIES, NOT_READ
+from nanolong.hub.tokenizer import build_byte_level
 from nanolong.hub.transfer import export_to, import_to
 
 TOKENS = torch.arange(70)[None] * 13 % interchange.VOCAB_SIZE
@@ -313,6 +314,10 @@ def copy_weights(place):
     (place / "model.safetensors").rename(place / "model-00001.safetensors")
 
 
+def leave_gguf(place):
+    (place / "model.safetensors").rename(place / "model.Q8_0.gguf")
+
+
 def leave_pickle(place):
     (place / "model.safetensors").rename(place / "pytorch_model.bin")
 
@@ -329,6 +334,7 @@ HOSTILE = {
         for name, reason in NOT_READ.items()
     },
     "quantized": (change(quantization_config={"bits": 4}), "is quantized"),
+    "a GGUF file": (leave_gguf, "holds a GGUF file and no safetensors: give "),
     "an adapter": (write("adapter_config.json", "{}"), "holds an adapter (LoRA)"),
     "no JSON": (write("config.json", "[" * 10**6), "config.json cannot be used (RecursionError"),
     "a huge vocabulary": (change(vocab_size=1 << 40), "describes 52,776"),
@@ -573,6 +579,24 @@ def test_the_pattern_of_gemma_is_written(pattern, period, tmp_path):
     config, text = exported_config(settings, ("pi", {}), tmp_path)
     assert config.get("sliding_window_pattern") == period
     assert config["rope_scaling"]["type"] == "linear" and config["rope_scaling"]["factor"] == 4.0
+
+
+@pytest.mark.parametrize("stated, expected", [(150, 256), (10**30, 10**30), (None, None)])
+def test_an_export_keeps_sampling_defaults_and_states_its_length(stated, expected, hf, tmp_path):
+    """As transformers reads them; of a tokenizer that states no length there is none after."""
+    place = hf(vocab_size=257)
+    build_byte_level(ByteTokenizer()).save(str(place / "tokenizer.json"))
+    (place / "tokenizer_config.json").write_text(json.dumps({"model_max_length": stated}))
+    generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1, 2]}
+    (place / "generation_config.json").write_text(json.dumps(generation))
+    model, _ = imported(place, tmp_path)
+    model.extend("yarn", 256 / model.config.block_size)
+    quietly(export_to, model, tmp_path / "out")
+    found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (found.do_sample, found.temperature, found.top_p) == (True, 0.6, 0.95)
+    assert found.eos_token_id == [1, 2]
+    settings = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert settings == {"model_max_length": expected}
 
 
 def test_nothing_is_left_of_a_failed_export(tmp_path, monkeypatch):

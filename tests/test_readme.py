@@ -252,7 +252,7 @@ def test_settings_in_the_text_exist(call):
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_id", "rdzv_endpoint"}
     known |= {"nodes", "ntasks-per-node", "gpus-per-node", "max-restarts", "index-url", "no-deps"}
     known |= {"all", "check", "store", "to", "execute", "inplace", "model", "prompt", "outfile"}
-    known |= {"group", "seed", "exhaustive", "model_args", "tasks"}
+    known |= {"group", "seed", "exhaustive", "model_args", "tasks", "signal", "signals-to-handle"}
     script = (ROOT / "experiments/gpu_minutes.sh").read_text(encoding="utf-8")
     known |= set(re.findall(r"^ +--(\w+)(?:=\*)?\)", script, re.M))
     for page in PAGES:

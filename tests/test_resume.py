@@ -1,7 +1,9 @@
 """A run that was stopped, killed or cut goes on with the same weights, moments and log."""
 
+import os
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -11,17 +13,19 @@ from conftest import (
     assert_refused,
     assert_same_bits,
     assert_success,
+    command_of,
     logged,
     newest,
     start,
     wait_for,
     write_dataset,
 )
-from optimizers import Averaging, Lion
+from optimizers import Averaging, Counting, Lion
 from safetensors.torch import load_file
 
 import data
-from model import GPT
+from model import GPT, Block
+from nanolong import progress
 from nanolong.run import list_steps, read_meta
 
 slow = pytest.mark.slow
@@ -109,6 +113,16 @@ def test_whatever_an_optimizer_keeps_goes_on(optimizer, call, text_data, tmp_pat
     assert_refused(done, f"'word' of {optimizer.__name__}", "keep tensors and numbers")
 
 
+def test_a_value_of_param_groups_that_a_step_changes_is_refused(call, words, tmp_path, monkeypatch):
+    """By name and before anything else is trained, unless the state has it too."""
+    monkeypatch.setattr(torch.optim, "AdamW", Counting)
+    problem = "Counting sets k=1 in its param_groups"
+    assert_refused(call(*words), problem, "keep it in state[parameter]['k']")
+    assert logged(tmp_path / "run", "step") == [0]
+    monkeypatch.setattr(Counting, "keeps", True)
+    assert_success(call(*words, "--overwrite"))
+
+
 def test_kill_9_and_resume_is_bit_exact(call, rng, text_data, tmp_path):
     """Killed in training and in saving, then resumed each time."""
     words = ["train.py", *TINY, "--max_iters=40", "--eval_interval=2", f"--dataset={text_data}"]
@@ -168,6 +182,88 @@ def test_a_signal_in_an_evaluation_gives_it_up(call, text_data, tmp_path):
     assert_success(call(*words, f"--out_dir={stopped}", "--init_from=resume"))
     assert_success(call(*words, f"--out_dir={tmp_path}/a"))
     assert_same_bits(tmp_path / "a", stopped)
+
+
+@pytest.fixture(params=["train.py", "extend.py"])
+def stoppable(request, save_run, text_data, tmp_path):
+    """The command of a run in the folder `new`."""
+    model = TINY[:4]
+    if request.param == "extend.py":
+        model = [save_run(), "--factor=2", "--learning_rate=1e-3", "--max_tokens=512"]
+    words = [request.param, *model, *TINY[4:], f"--dataset={text_data}"]
+    return [*words, f"--out_dir={tmp_path}/new"]
+
+
+@pytest.mark.parametrize("moment", ["in its batch", "after it"])
+def test_a_signal_in_the_last_evaluation_is_followed_by_nothing(
+    moment, stoppable, call, tmp_path, monkeypatch
+):
+    """Not even by the next block of the batch, and not by a sample or a comparison."""
+    folder, blocks = tmp_path / "new", []
+    forward, evaluation = Block.forward, progress.RunLog.evaluation
+
+    def forward_and_stop(block, *inputs):
+        if (folder / "step-000002").exists():
+            blocks.append(block)
+            if moment == "in its batch" and len(blocks) == 1:
+                signal.raise_signal(signal.SIGTERM)
+        return forward(block, *inputs)
+
+    def evaluate_and_stop(log, state, metrics):
+        evaluation(log, state, metrics)
+        if state.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Block, "forward", forward_and_stop)
+    monkeypatch.setattr(progress.RunLog, "evaluation", evaluate_and_stop)
+    done = assert_success(call(*stoppable, "--max_iters=2", "--eval_iters=1"))
+    assert "stopped and saved" in done.stdout
+    assert "a sample" not in done.stdout and "and trained" not in done.stdout
+    assert len(blocks) == (1 if moment == "in its batch" else 2)
+    evaluated = [row["step"] for row in logged(folder) if "val_loss" in row]
+    assert evaluated == ([0] if moment == "in its batch" else [0, 2])
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signals")
+def test_an_ignored_signal_stays_ignored_and_another_one_saves(stoppable, tmp_path):
+    """As under nohup, and from a batch system shortly before the end."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child has it from its parent
+    process = start(*stoppable, "--max_iters=2000", "--eval_interval=2000")
+    signal.signal(signal.SIGHUP, before)
+    log = tmp_path / "new/log.jsonl"
+    wait_for(lambda: log.exists() and log.read_text().count("norm") > 3, process)
+    process.send_signal(signal.SIGHUP)
+    n = log.read_text().count("norm")
+    wait_for(lambda: log.read_text().count("norm") > n + 3, process)
+    process.send_signal(signal.SIGUSR1)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "stopped and saved" in out and "and trained" not in out
+    saved = int(newest(tmp_path / "new").name[5:])
+    assert n + 3 < saved == logged(tmp_path / "new", "step")[-1] < 2000
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="Windows has no such terminals")
+def test_a_closed_terminal_saves(text_data, tmp_path):
+    """The process writes to it no more, which would be an error before the checkpoint."""
+    import fcntl
+    import termios
+
+    master, slave = os.openpty()
+    words = command_of("train.py", *LONG, f"--dataset={text_data}", f"--out_dir={tmp_path}/run")
+    process = subprocess.Popen(
+        words,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), slave),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(slave)
+    shown = b""
+    while b"step 20:" not in shown:
+        shown += os.read(master, 1 << 16)
+    os.close(master)
+    assert process.wait(60) == 0
+    saved = int(newest(tmp_path / "run").name[5:])
+    assert 0 < saved == logged(tmp_path / "run", "step")[-1] < 300
 
 
 @slow

@@ -83,6 +83,8 @@ def test_presets_stack_flags_win_and_defaults_come_last(tmp_path):
     [
         ("--widht=1", "no setting 'widht'.*did you mean --width"),
         ("--width=2.5", "width must be a whole number"),
+        ("--width=8k", "width must be a whole number .* not 8k"),
+        ("--sizes=8k", "sizes must be a whole number .* not 8k.* as in --sizes=1,2,3"),
         ("--width=-1", "from 0 on"),
         ("--width=9007199254740992", "below 2\\^53"),
         ("--silent=perhaps", "true or false"),

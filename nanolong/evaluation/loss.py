@@ -186,4 +186,5 @@ def describe_change(original, model, split, length, max_tokens, dtype):
         change = intervals.ratio_interval((new - old).tolist(), n.tolist())
         change = intervals.format_interval(change, sign="+")
         texts.append(f"{old.sum() / n.sum():.4f} -> {new.sum() / n.sum():.4f} ({change})")
-    return f"{texts[0]} nats per token, in the last quarter {texts[1]}"
+    count = f"{len(targets)} sequences{': noisy' if len(targets) < 5 else ''}"
+    return f"{texts[0]} nats per token, in the last quarter {texts[1]}; {count}"

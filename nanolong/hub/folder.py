@@ -11,7 +11,7 @@ from typing import NamedTuple
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
 
-from nanolong.errors import require
+from nanolong.errors import UserError, require
 from nanolong.hub.families import FAMILIES, NOT_READ
 from nanolong.hub.rope import by_kind
 from nanolong.hub.verify import as_user_error
@@ -22,6 +22,8 @@ from nanolong.tokenizer_files import FILES
 # no folder below the first, and no second copy of the weights, as Mistral's have
 DOWNLOADED = ["*.json", "*.jinja", "*.safetensors", *FILES]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]
+# the defaults of sampling in generation_config.json
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MAX_FILE_SIZE = "5GB"  # larger weights are written to several files, as transformers does
 
 
@@ -64,6 +66,9 @@ def read_folder(folder):
         f"{folder} holds an adapter (LoRA), which is a change of another model: merge it into that "
         "model where you made it, and give the result",
     )
+    if not any(folder.glob("*.safetensors")):
+        for file in sorted(folder.glob("*.gguf")):
+            raise UserError(f"{folder} holds a GGUF file and no safetensors: give {file}")
     has_config = (folder / "config.json").is_file()
     require(has_config, f"{folder} has no config.json: give the folder of a checkpoint")
     with as_user_error(folder / "config.json"):
@@ -149,7 +154,9 @@ def write_folder(folder, theirs, tokenizer):
     values = add_older_fields(json.loads(file.read_text(encoding="utf-8")))
     write_json(file, values, indent=2)
     ids = {name: values.get(name) for name in ("bos_token_id", "eos_token_id")}
-    write_json(folder / "generation_config.json", ids, indent=2)
+    generation = tokenizer.read_json("generation_config.json") if tokenizer else {}
+    sampling = {name: generation[name] for name in SAMPLING if name in generation}
+    write_json(folder / "generation_config.json", sampling | ids, indent=2)
     for weights in folder.glob("*.safetensors"):  # which else only their owner can read
         shutil.copymode(file, weights)
 

@@ -30,6 +30,11 @@ FIELDS = {
 }
 # further keys that are read, or are known; any other value that is not 0 is refused
 OTHERS = ("rope.dimension_count", "attention.value_length", "rope.freq_base", "rope.scal")
+# general.type -> what such a file holds
+PARTS = {
+    "adapter": "an adapter (LoRA), which changes another model",
+    "mmproj": "an mmproj, the half of a model that reads images",
+}
 # the settings of Llama 3.1 to 3.3; a file has only their table
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
@@ -46,8 +51,11 @@ def read_gguf(file):
     with as_user_error(file):
         metadata, places = read_header(file)
         arch = metadata.get("general.architecture")
+        kind = "mmproj" if arch == "clip" else metadata.get("general.type", "model")
+        problem = f"{file} is no model but {PARTS.get(kind, repr(kind))}"
+        require(kind == "model", f"{problem}: give the .gguf of the model itself")
         require(
-            arch in ARCHITECTURES and metadata.get("general.type", "model") == "model",
+            arch in ARCHITECTURES,
             f"{file} has the architecture {arch!r}, not one of: {', '.join(ARCHITECTURES)}",
         )
         require(

@@ -22,7 +22,7 @@ def make_exported(tokenizer, adds_bos: bool, length: int):
     if not isinstance(tokenizer, ImportedTokenizer):
         return None
     if "tokenizer_config.json" in tokenizer.files:
-        return tokenizer
+        return with_length(tokenizer, length)
     text = tokenizer.text
     # transformers lets tokenizer.json decide about bos
     if adds_bos and tokenizer_files.first_special_id(tokenizer) is None:
@@ -36,6 +36,20 @@ def make_exported(tokenizer, adds_bos: bool, length: int):
         settings[name] = None if i is None else tokenizer.package.id_to_token(i)
     about = {**tokenizer.to_json(), "files": tokenizer.files | to_files(text, settings)}
     return tokenizer_from_json(about)
+
+
+def with_length(tokenizer, length):
+    """Return a tokenizer whose tokenizer_config.json states at least this length in tokens.
+
+    A length of 0 or less, or a huge one, means that there is none.
+    """
+    name = "tokenizer_config.json"
+    settings = tokenizer.read_json(name)
+    if not 1 <= (settings.get("model_max_length") or 0) < length:
+        return tokenizer
+    text = json.dumps(settings | {"model_max_length": length}, indent=2, ensure_ascii=False)
+    files = tokenizer.files | {name: f"{text}\n".encode()}
+    return tokenizer_from_json({**tokenizer.to_json(), "files": files})
 
 
 def to_files(text, settings):

@@ -12,7 +12,7 @@ from nanolong.hub import gguf_model, gguf_tokenizer, nanogpt
 from nanolong.hub.convert import export_model, import_model
 from nanolong.hub.folder import check_absent, find_folder, read_folder, whole, write_folder
 from nanolong.hub.rope import by_kind, check_types
-from nanolong.hub.tokenizer import make_exported
+from nanolong.hub.tokenizer import make_exported, with_length
 from nanolong.hub.verify import as_user_error, compare, load_theirs
 
 # -----------------------------------------------------------------------------
@@ -189,6 +189,7 @@ def find_tokenizer(model, own, named):
         tokenizer = None
     elif named:
         tokenizer, _ = tokenizer_files.read_tokenizer(named, vocab_size=config.vocab_size)
+        tokenizer = with_length(tokenizer, config.block_size)
     else:
         tokenizer = make_exported(own, model.meta.get("bos") is not None, config.block_size)
     if tokenizer is None:
