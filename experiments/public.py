@@ -81,7 +81,7 @@ class PublicConfig:
         *("self-extend", "jet-long"),
     )
     # arms of (b), also fine-tuned ones such as yarn+65536
-    finders: tuple[str, ...] = ("untouched", "yarn", "self-extend", "jet-long")
+    finders: tuple[str, ...] = ("untouched", "yarn", "self-extend", "jet-long", "lm-infinite")
     find: tuple[Task, ...] = ("niah", "multikey", "nth")  # tasks of (b)
     find_length: int = 12288  # length of the prompts of (b)
     prompts: int = 8  # prompts for each task of (b)
