@@ -212,6 +212,8 @@ def extend_model(model, cfg):
     require(not trains, f"method {cfg.method!r} is not for training: give --max_iters=0")
     no_positions = model.pos.counts_indices() or type(model.pos) is NoPE or cfg.method == "drope"
     require(not (cfg.pose and no_positions), "--pose skips position ids, and this model uses none")
+    problem = "--pose skips position ids, and a window counts tokens"
+    require(not (cfg.pose and model.config.window), f"{problem}: give --pose=false")
     length = model.config.block_size
     require(cfg.train_length <= length, f"--train_length is beyond the {length} extended tokens")
     meta = model.meta

@@ -37,6 +37,12 @@ class ContextLengthWarning(UserWarning):
 # Llama's shape; GPT-2's LayerNorm, GELU and biases are settings.
 
 
+SINKS_AND_DOCS = (
+    "attention sinks are the first tokens of the text, not of each document: leave out document "
+    "ids (--separate_docs=false), or the sinks"
+)
+
+
 class Linear(nn.Linear):
     def forward(self, x):
         return kernels.linear(x, self.weight, self.bias)
@@ -389,8 +395,8 @@ class GPT(nn.Module):
             end = context.n + T
             for x in (positions, docs):
                 assert x is None or x.shape[-1] == T, f"give {T} positions and ids of documents"
-            # A window counts indices, unless positions are given or each document has sinks.
-            counts_positions = positions is not None or (docs is not None and self.config.sinks > 0)
+            require(docs is None or not self.config.sinks, SINKS_AND_DOCS)
+            context.has_gaps |= positions is not None
             if positions is None and docs is None:
                 positions = torch.arange(context.n, end, device=tokens.device)
             elif positions is None:
@@ -403,7 +409,7 @@ class GPT(nn.Module):
             positions = positions.to(tokens.device, non_blocking=True)
             self.check_length(end)
             version = self.pos.set_length(end)
-            tokens = context.add(tokens, positions, docs, counts_positions, version)
+            tokens = context.add(tokens, positions, docs, version)
         context.tables = self.pos.tables(context)
         context.tiles = {}
         return tokens, context
@@ -412,7 +418,7 @@ class GPT(nn.Module):
         """Return the Context of a text of n tokens at positions 0 to n - 1."""
         context = Context()
         pos = torch.arange(n, device=self.embed.weight.device)
-        context.add(pos[None], pos, None, False, None)
+        context.add(pos[None], pos, None, None)
         context.tables = self.pos.tables(context)
         return context
 
@@ -422,8 +428,10 @@ class GPT(nn.Module):
         gaps = positions.diff() != 1
         if docs is not None:
             gaps = gaps & (docs.cpu().diff() == 0)
+        # Attention to far keys counts tokens, too.
+        counts = self.pos.counts_indices() or self.pos.scaling[0] in rope_scaling.ATTENTION
         require(
-            not (gaps.any() and self.pos.counts_indices()),
+            not (counts and gaps.any()),
             f"--pos={self.config.pos} uses distances between indices: give consecutive position "
             "ids, without gaps",
         )
@@ -612,7 +620,7 @@ class Context:
         self.pos = None  # position ids of the tokens of this pass, (T,) or (B, T)
         self.all_pos = None  # position ids of all tokens, (n,) or (B, n)
         self.docs = None  # document ids of all tokens, (B, n), or None
-        self.positions = None  # all_pos, if a window does not count indices
+        self.has_gaps = False  # whether position ids may differ from the indices of the tokens
         self.tables = None  # result of the scheme's tables()
         self.tiles = {}  # what the kernels compute once for all layers
 
@@ -621,20 +629,18 @@ class Context:
         """Number of keys that attention sees."""
         return self.n
 
-    def add(self, tokens, pos, docs, counts_positions, version):
+    def add(self, tokens, pos, docs, version):
         """Add the tokens of a pass. Returns the tokens to compute.
 
         version: version of the scheme's tables, from set_length().
         """
         self.n, self.docs = tokens.shape[1], docs
         self.pos = self.all_pos = pos
-        self.positions = pos if counts_positions else None
         return tokens
 
     def mask(self):
         """Return the options of kernels.attention() that are the same in all layers."""
-        mask = {"docs": self.docs, "positions": self.positions, "length": self.valid_length}
-        return mask | {"shared": self.tiles}
+        return {"docs": self.docs, "length": self.valid_length, "shared": self.tiles}
 
     def keep(self, layer, **new):
         """Append tensors (B, h, T, c), by name, to those kept for a layer. Returns all of each."""
@@ -669,7 +675,7 @@ class KVCache(Context):
     def n_keys(self):
         return self.n if self.write_index is None else self.capacity
 
-    def add(self, tokens, pos, docs, counts_positions, version):
+    def add(self, tokens, pos, docs, version):
         """Add the tokens of a pass. Returns the tokens to compute: all, if the tables have changed.
 
         Cached keys cannot be kept then, even unrotated, because deeper layers computed theirs from
@@ -681,8 +687,6 @@ class KVCache(Context):
         self.pos, self.all_pos = pos, concatenate(self.all_pos, pos)
         self.tokens = concatenate(self.tokens, tokens)
         self.docs = concatenate(self.docs, docs)
-        if counts_positions or self.positions is not None:
-            self.positions = self.all_pos
         if version == self.version:
             return tokens
         self.version, self.kept, self.last = version, {}, {}
@@ -962,7 +966,6 @@ class RelativeVectors(NoPE):
     def attend(self, q, k, v, bias, layer, context, *, scale, window=0, sinks=0, return_lse=False):
         k, v = context.keep(layer, k=k.to(v.dtype), v=v)
         mask = {"window": window, "sinks": sinks, "docs": context.docs}
-        mask["positions"] = context.positions
         options = self.vectors(k.shape[2], layer), scale, mask, context.valid_length
         y, lse = kernels.attend_in_chunks(attend_with_vectors, q, k, v, *options)
         return (y, lse) if return_lse else y
@@ -1199,6 +1202,8 @@ class RoPE(NoPE):
             factor = self.local.attention_factor
             local = kernels.cos_sin(context.pos, self.local.inv_freq, factor)
         if self.far is not None and self.far.group > 1:
+            has_sinks = self.far.n_keys != rope_scaling.ALL
+            require(context.docs is None or not has_sinks, SINKS_AND_DOCS)
             pos = context.all_pos
             far = kernels.cos_sin(self.far.of_keys(pos) - pos, self.inv_freq)
         return full, local, far
@@ -1216,13 +1221,13 @@ class RoPE(NoPE):
             return super().attend(q, k, v, bias, layer, context, **options)
         # Keys are kept as rotate() leaves them. Far keys are rotated once more.
         k, v = context.keep(layer, k=k.to(v.dtype), v=v)
-        length = context.valid_length
-        by_index = context.docs is None and context.positions is None and length is None
-        terms = far, self.inv_freq, context.tables[2], by_index
+        docs, pos, length = context.docs, context.all_pos, context.valid_length
+        by_index = docs is None and length is None and not context.has_gaps
+        terms = rope_scaling.Terms(far, self.inv_freq, context.tables[2], pos, by_index)
+        scale = options["scale"]
         if rope_scaling.is_in_two(q, terms):
-            return rope_scaling.attend_in_two(q, k, v, terms, options["scale"])
-        mask = {"positions": context.all_pos, "docs": context.docs}
-        arguments = q, k, v, terms, options["scale"], mask, length
+            return rope_scaling.attend_in_two(q, k, v, terms, scale)
+        arguments = q, k, v, terms, scale, {"docs": docs}, length
         (y,) = kernels.attend_in_chunks(rope_scaling.attend_chunk, *arguments)
         return y
 

@@ -400,10 +400,20 @@ def far_keys(method, original_length, factor, options):
     return ATTENTION[method](original_length, factor, **options)
 
 
+class Terms(NamedTuple):
+    """What attention to far keys needs besides queries, keys and values."""
+
+    far: FarKeys
+    inv_freq: torch.Tensor
+    tables: tuple  # cos and sin of all keys, which rotate a key to where it seems to be
+    pos: torch.Tensor  # position ids of all keys, (T,) or (B, T)
+    by_index: bool  # whether position ids are the indices of the keys
+
+
 def is_in_two(q, terms):
     """Whether attend_in_two() computes this: for many queries. A single one costs less at once."""
-    far, *_, by_index = terms
-    return by_index and q.shape[2] >= 128 and (far.n_keys == ALL or far.n_keys <= 128)
+    far = terms.far
+    return terms.by_index and q.shape[2] >= 128 and (far.n_keys == ALL or far.n_keys <= 128)
 
 
 def attend_in_two(q, k, v, terms, scale):
@@ -413,7 +423,7 @@ def attend_in_two(q, k, v, terms, scale):
     The kernels see near keys through a window, and far ones as a text that ends a window earlier.
     The log-sum-exps of both make one softmax of the two.
     """
-    far, inv_freq, tables, _ = terms
+    far, inv_freq, tables, *_ = terms
     dtype = v.dtype
     wide = torch.promote_types(dtype, torch.float32)
     # on a CPU they compute in float32 anyway
@@ -450,11 +460,9 @@ def attend_chunk(q, k, v, terms, scale, query, key, mask):
     """Attend from queries (B, H, n, D) to keys (B, Hk, m, D), both rotated by plain RoPE: a chunk
     of kernels.attend_in_chunks(), which returns a tuple of the output (B, H, n, D).
 
-    terms: FarKeys; inverse frequencies; tables of all keys from kernels.cos_sin(), which rotate a
-    key to where it seems to be; and whether positions are indices.
-    mask: positions and docs of all keys, as of kernels.visible_keys().
+    terms: see Terms. mask: the documents of all keys, for kernels.visible_keys().
     """
-    far, inv_freq, tables, by_index = terms
+    far, inv_freq, tables, pos, by_index = terms
     n, m = q.shape[2], k.shape[2]
     # Leave out keys that no query of this chunk can see near, or far.
     near = distant = slice(0, m)
@@ -467,7 +475,7 @@ def attend_chunk(q, k, v, terms, scale, query, key, mask):
 
     # Far scores, of queries and keys rotated once more, and near ones.
     q = q * scale
-    pos = mask["positions"][..., query]
+    pos = pos[..., query]
     far_q = kernels.rotate(q, *kernels.cos_sin(far.of_queries(pos) - pos, inv_freq))
     far_k = kernels.rotate(k[:, :, distant], *(table[..., distant, :] for table in tables))
     far_scores = kernels.multiply_groups(far_q, far_k.mT)

@@ -23,9 +23,9 @@ import torch
 import data
 import kernels
 from kernels import check, torch_private
-from model import GPT, POSITIONS, GPTConfig
+from model import GPT, POSITIONS, SINKS_AND_DOCS, GPTConfig
 from nanolong import devices, entry, optim, parallel, progress, run
-from nanolong.errors import report, require, run_main
+from nanolong.errors import note, report, require, run_main
 
 
 @dataclass
@@ -124,7 +124,13 @@ def open_dataset(model, cfg, train_length):
     dataset = data.open_dataset(cfg.dataset, cfg.bos)
     tokenizer = model.meta.get("tokenizer")
     dataset.check_model("the model", model.config.vocab_size, tokenizer)
-    dataset.select(cfg.min_doc, cfg.separate_docs)
+    separate = cfg.separate_docs
+    if model.config.sinks:
+        require(not separate, SINKS_AND_DOCS)
+        if separate is None:
+            note("attention sinks are the first tokens of the text: --separate_docs=false is used")
+        separate = False
+    dataset.select(cfg.min_doc, separate)
     for source in dataset.sources:
         source.train.require_length(train_length)
         source.val.require_length(cfg.eval_length or model.config.block_size)

@@ -90,11 +90,11 @@ def visible_blocks(T, docs, window, device):
 
 
 def peer_attention(
-    q, k, v, *, bias=None, gates=None, docs=None, window=0, sinks=0, positions=None, scale=None,
+    q, k, v, *, bias=None, gates=None, docs=None, window=0, sinks=0, scale=None,
     shared=None,
 ):  # fmt: skip
     """Compute kernels.attention() of a training step by SDPA, or FlexAttention if it has a term."""
-    assert not sinks and positions is None, "no peer has these"
+    assert not sinks, "no peer has these"
     q, k = q.to(v.dtype), k.to(v.dtype)
     window = 0 if window >= k.shape[2] else window
     if bias is None and gates is None and docs is None and not window:

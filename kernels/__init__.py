@@ -68,13 +68,10 @@ def attention(q, k, v, *, bias=None, length=None, shared=None, **options):
     return flash.attention(q, k, v, bias=bias, shared=shared, **options)
 
 
-def _sdpa_computes(
-    q, k, *, window=0, gates=None, docs=None, positions=None, return_lse=False, **options
-):
+def _sdpa_computes(q, k, *, window=0, gates=None, docs=None, return_lse=False, **options):
     """Whether PyTorch's SDPA computes attention without a bias: see use_sdpa()."""
     B, H, T, D = q.shape
-    has_window = window > 0 and (window < T or positions is not None)
-    has_term = gates is not None or docs is not None or has_window
+    has_term = gates is not None or docs is not None or 0 < window < T
     # its log-sum-exp has no gradient, and its causal mask starts at the first key
     fits = _is_sdpa_allowed and not (has_term or return_lse) and T == k.shape[2]
     # what FlashAttention and cuDNN take; the latter plans for each shape, 30 ms a short prompt

@@ -4,7 +4,7 @@ Nobody may have tried this GPU with this driver, torch and triton. So every proc
 model's head dimension, query groups, bias or gates, window and dtype: results and gradients. A
 difference, a failed compilation or launch turns all kernels off in all processes.
 NANOLONG_CHECK=0 in the environment leaves this out; 1 checks under Triton's interpreter, too.
-`make gpu-check` compares documents, positions and more shapes.
+`make gpu-check` compares documents and more shapes.
 """
 
 import os

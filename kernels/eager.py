@@ -200,7 +200,7 @@ MASKED_DEVICES = ("cpu",)
 
 
 def attention(
-    q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None,
+    q, k, v, *, bias=None, window=0, sinks=0, docs=None, causal=True, scale=None,
     return_lse=False, length=None, gates=None,
 ):  # fmt: skip
     """Compute reference.attention(), whose docstring describes the arguments.
@@ -212,9 +212,7 @@ def attention(
     assert gates is None or bias is None, "gates are with no other term"
     dtype = v.dtype
     scale = D**-0.5 if scale is None else scale
-    mask = {"window": window, "sinks": sinks, "positions": positions, "docs": docs}
-    if window >= Tk and positions is None:
-        mask["window"] = 0
+    mask = {"window": window if window < Tk else 0, "sinks": sinks, "docs": docs}
     has_term = bias is not None or gates is not None or mask["window"] or docs is not None
     has_term = has_term or length is not None
     is_plain = not (has_term or return_lse) and (not causal or Tq in (1, Tk))
@@ -256,7 +254,7 @@ def attend_in_chunks(attend_chunk, q, k, v, terms, scale, mask, length=None):
     size = size if torch.compiler.is_compiling() else min(size, CHUNK)
     # Keys after the last query are in its future, and others may be before all windows.
     is_causal = mask.get("causal", True)
-    has_window = mask.get("window") and not mask["sinks"] and mask["positions"] is None
+    has_window = mask.get("window") and not mask["sinks"]
     parts = []
     with torch.autocast(q.device.type, enabled=False):  # which would round the scores
         for start in range(0, Tq, size):
@@ -297,18 +295,15 @@ def attend_chunk(q, k, v, terms, scale, query, key, mask):
     return multiply_groups((scores - lse[..., None]).exp(), v), lse
 
 
-def visible_keys(query, key, window=0, sinks=0, positions=None, docs=None, causal=True):
+def visible_keys(query, key, window=0, sinks=0, docs=None, causal=True):
     """Find out which keys (m,) each query (n,) sees: bool (1 or B, 1, n, m).
 
     query, key: indices in the text; the others: options of attention().
     """
     seen = query[:, None] >= key if causal else torch.ones_like(query[:, None] >= key)
-    seen = seen[None]
     if window:
-        pos = None if positions is None else torch.atleast_2d(positions)
-        of_query, of_key = (x[None] if pos is None else pos[:, x] for x in (query, key))
-        gap = of_query[:, :, None] - of_key[:, None]
-        seen = seen & ((gap.abs() < window) | (of_key[:, None] < sinks))
+        seen = seen & (((query[:, None] - key).abs() < window) | (key < sinks))
+    seen = seen[None]
     if docs is not None:
         seen = seen & (docs[:, query, None] == docs[:, None, key])
     return seen[:, None]

@@ -105,7 +105,6 @@ class Call(NamedTuple):
     v: Rows
     bias: Rows  # slopes (H,) or a table (H, m); t: distances
     gates: Rows  # in log2 units, of in_two_parts()
-    pos: Rows  # positions for the window, if they are not the indices
     docs: Rows
     Tq: int
     Tk: int
@@ -198,7 +197,7 @@ def _has_key_blocks(call, segment: tl.constexpr):
 
 @triton.jit
 def _entries(x, b, n, limit):
-    """The positions or documents of tokens n."""
+    """The documents of tokens n."""
     return tl.load(x.ptr + b * x.b + n * x.t, mask=n < limit, other=-1)
 
 
@@ -210,10 +209,6 @@ def visible_keys(call, b, i, j, FLIP: tl.constexpr):
     if call.CAUSAL:
         visible &= at_j <= at_i
     if call.window is not None:
-        if call.pos is not None:
-            pos_i = _entries(call.pos, b, i, call.Tk)
-            pos_j = _entries(call.pos, b, j, call.Tk)
-            at_i, at_j = _pair(pos_i, pos_j, FLIP)
         visible &= (tl.abs(at_i - at_j) < call.window) | (at_j < call.sinks)
     if call.docs is not None:
         doc_i = _entries(call.docs, b, i, call.Tk)
@@ -527,7 +522,7 @@ def _dkdv_kernel(
 
 @triton.jit
 def _tile_exists(segments, b, block, n):
-    """Whether documents or positions leave anything of key block n for a query block."""
+    """Whether documents leave anything of key block n for a query block."""
     if segments is None:
         return True
     else:  # SINKS, or from the start of LEFT to the end of RIGHT
@@ -571,7 +566,7 @@ def _sweep_kernel(call, segments, LSE, DOUT, DELTA, DBIAS, B, first_diagonal, BM
     # the tiles of this program: query blocks n_lo .. n_hi - 1 of each sequence
     n_lo = tl.maximum(diagonal, 0)
     n_hi = tl.minimum(tl.cdiv(call.Tq, BM), tl.cdiv(call.Tk, BM) + diagonal)
-    if call.window is not None and call.pos is None:
+    if call.window is not None:
         if d0 - (BM - 1) >= call.window:  # beyond the window only sinks are visible
             n_hi = tl.minimum(n_hi, diagonal + tl.cdiv(call.sinks, BM))
     length = tl.maximum(n_hi - n_lo, 0)
@@ -772,14 +767,14 @@ def _find_family(device):
 TILES_AT_ONCE = 1 << 22  # of which tile_segments() makes a matrix
 
 
-def tile_segments(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device):
+def tile_segments(docs, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device):
     """The key blocks that each query block visits; if of_keys, the query blocks of each key block.
 
     Returns int32 (1 or B, blocks, 16): the start and the end of each segment, SINKS to CLIPPED, and
     6 zeros, so that every row starts at a multiple of 16 bytes. m: 0 without a table.
-    The smallest and largest document and position of each block decide. So a tile is left out only
-    if it is surely empty, in whatever order documents and positions are. If the documents are in
-    order, no empty tile is visited.
+    The smallest and largest index and document of each block decide. So a tile is left out only if
+    it is surely empty, in whatever order documents are. If they are in order, no empty tile is
+    visited.
     """
     # the indices of the tokens of each block; past the end the last one is repeated
     i = torch.arange(triton.cdiv(Tq, BM) * BM, device=device).clamp(max=Tq - 1) + Tk - Tq
@@ -789,7 +784,7 @@ def tile_segments(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_
     found = []
     for part in rows.split(max(1, TILES_AT_ONCE // len(columns))):
         i, j = (columns, part) if of_keys else (part, columns)
-        some, whole, clipped = classify_tiles(docs, positions, window, sinks, m, causal, i, j)
+        some, whole, clipped = classify_tiles(docs, window, sinks, m, causal, i, j)
         if of_keys:
             some, whole, clipped = some.mT, whole.mT, clipped.mT
         # tokens past the end: their results are not stored
@@ -806,7 +801,7 @@ def block_ranges(x, i, j):
     return q_min[..., None], q_max[..., None], k_min[:, None], k_max[:, None]
 
 
-def classify_tiles(docs, positions, window, sinks, m, causal, i, j):
+def classify_tiles(docs, window, sinks, m, causal, i, j):
     """Which tiles are visible in part, which wholly, and which wholly and at clipped distances.
 
     Three masks (1 or B, query blocks, key blocks). No comparison has a sum of a query and a key in
@@ -816,11 +811,10 @@ def classify_tiles(docs, positions, window, sinks, m, causal, i, j):
     some = (j_min <= i_max) | (not causal)
     whole = (j_max <= i_min) | (not causal)
     if window:
-        q_min, q_max, k_min, k_max = block_ranges(positions, i, j)
-        near = (q_min - window < k_max) & (k_min < q_max + window)
-        some = some & (near | (k_min < sinks))
-        near = (q_max - window < k_min) & (k_max < q_min + window)
-        whole = whole & (near | (k_max < sinks))
+        near = (i_min - window < j_max) & (j_min < i_max + window)
+        some = some & (near | (j_min < sinks))
+        near = (i_max - window < j_min) & (j_max < i_min + window)
+        whole = whole & (near | (j_max < sinks))
     if docs is not None:
         q_min, q_max, k_min, k_max = block_ranges(docs, i, j)
         some = some & (k_min <= q_max) & (q_min <= k_max)
@@ -869,7 +863,7 @@ def segments_by_index(*where):
     """
     segments = _by_index.get(where)
     if segments is None:
-        segments = tile_segments(None, None, *where)
+        segments = tile_segments(None, *where)
         if where[-1].type != "cuda" or not torch.cuda.is_current_stream_capturing():
             if len(_by_index) >= 128:
                 _by_index.clear()
@@ -879,32 +873,30 @@ def segments_by_index(*where):
 
 @torch.library.custom_op("nanolong::tile_segments", mutates_args=())
 def _tile_segments(
-    docs: torch.Tensor | None, positions: torch.Tensor | None, window: int, sinks: int,
+    docs: torch.Tensor, window: int, sinks: int,
     Tq: int, Tk: int, m: int, causal: bool, BM: int, BN: int, of_keys: bool,
 ) -> torch.Tensor:  # fmt: skip
     """tile_segments(), which torch.compile does not look into."""
-    device = (positions if docs is None else docs).device
-    return tile_segments(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device)
+    where = window, sinks, Tq, Tk, m, causal, BM, BN, of_keys
+    return tile_segments(docs, *where, docs.device)
 
 
 @_tile_segments.register_fake
-def _(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys):
-    B = max(len(x) for x in (docs, positions) if x is not None)
+def _(docs, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys):
     blocks = triton.cdiv(Tk, BN) if of_keys else triton.cdiv(Tq, BM)
-    return (positions if docs is None else docs).new_empty(B, blocks, 16, dtype=torch.int32)
+    return docs.new_empty(len(docs), blocks, 16, dtype=torch.int32)
 
 
-def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, shared):
-    """Bring documents and positions to int32 (1 or B, Tk), and find the tiles that they leave.
+def prepare_mask(tensors, docs, window, sinks, causal, has_grad, shared):
+    """Bring documents (B, Tk) to int32, and find the tiles that they leave.
 
-    Returns documents and positions, None if they hide nothing, and tile_segments() for each of
-    KERNELS that will run. If the indices alone decide, the list is empty, and launch() finds them.
-    shared: None, or a dict in which the result stays for calls with the same mask.
+    Returns the documents, and tile_segments() for each of KERNELS that will run. Without documents
+    the list is empty, and launch() finds the tiles. shared: None, or a dict in which the result
+    stays for calls with the same mask.
     """
     q, k, _, bias, _ = tensors
-    positions = positions if window else None
-    if docs is None and positions is None:
-        return None, None, []
+    if docs is None:
+        return None, []
     kind, m = kind_of(bias)
     names = KERNELS[:1]
     if has_grad:
@@ -915,14 +907,14 @@ def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, shar
     # dict of the model in a block that is checkpointed.
     is_shared = shared is not None and not (has_grad and torch.compiler.is_compiling())
     if is_shared and (where, tiles) in shared:
-        of_docs, of_positions, result = shared[where, tiles]
-        if of_docs is docs and of_positions is positions:
+        of_docs, result = shared[where, tiles]
+        if of_docs is docs:
             return result
-    mask = [None if x is None else torch.atleast_2d(x).int() for x in (docs, positions)]
-    found = {tile: _tile_segments(*mask, *where, *tile) for tile in dict.fromkeys(tiles)}
-    result = *mask, [found[tile] for tile in tiles]
+    narrow = docs.int()
+    found = {tile: _tile_segments(narrow, *where, *tile) for tile in dict.fromkeys(tiles)}
+    result = narrow, [found[tile] for tile in tiles]
     if is_shared:
-        shared[where, tiles] = docs, positions, result
+        shared[where, tiles] = docs, result
     return result
 
 
@@ -1008,15 +1000,15 @@ def in_two_parts(gates):
     return torch.stack((low, high), -1).view(torch.int64)[..., 0]
 
 
-def make_call(q, k, v, bias, gates, docs, positions, window, sinks, causal, scale):
+def make_call(q, k, v, bias, gates, docs, window, sinks, causal, scale):
     kind, m = kind_of(bias)
     _, H, Tq, D = q.shape
     _, HK, Tk, _ = k.shape
     precision = device_family(q.device)[1] if q.dtype == torch.float32 else "ieee"
     return Call(
         as_rows(q), as_rows(k), as_rows(v), per_distance(bias), as_rows(gates),
-        per_token(positions), per_token(docs), Tq, Tk, m, window or None, sinks, scale * LOG2E,
-        H // HK, *constants(D, max(16, triton.next_power_of_2(D)), kind, causal, precision),
+        per_token(docs), Tq, Tk, m, window or None, sinks, scale * LOG2E, H // HK,
+        *constants(D, max(16, triton.next_power_of_2(D)), kind, causal, precision),
     )  # fmt: skip
 
 
@@ -1106,7 +1098,7 @@ def operator(name, fake):
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     bias: torch.Tensor | None, gates: torch.Tensor | None,
-    docs: torch.Tensor | None, positions: torch.Tensor | None, segments: list[torch.Tensor],
+    docs: torch.Tensor | None, segments: list[torch.Tensor],
     window: int, sinks: int, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The forward pass: the output and the log-sum-exp in log2 units."""
@@ -1114,7 +1106,7 @@ def _attention(
     out, lse = empty_results(q)
     if out.numel():
         terms = bias, in_two_parts(gates)
-        call = make_call(q, k, v, *terms, docs, positions, window, sinks, causal, scale)
+        call = make_call(q, k, v, *terms, docs, window, sinks, causal, scale)
         launch(_forward_kernel, "forward", call, segments, as_rows(out), lse)
     return out, lse
 
@@ -1135,7 +1127,7 @@ def _attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     bias: torch.Tensor | None, gates: torch.Tensor | None,
-    docs: torch.Tensor | None, positions: torch.Tensor | None, segments: list[torch.Tensor],
+    docs: torch.Tensor | None, segments: list[torch.Tensor],
     window: int, sinks: int, causal: bool, scale: float, bias_grad: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The backward pass: dq, dk, dv, and with bias_grad dbias or dgates."""
@@ -1148,7 +1140,7 @@ def _attention_backward(
     if dlse is not None:
         dlse = (dlse * LOG2E).contiguous()  # of the log-sum-exp in log2 to natural units
     terms = bias, in_two_parts(gates)
-    call = make_call(q, k, v, *terms, docs, positions, window, sinks, causal, scale)
+    call = make_call(q, k, v, *terms, docs, window, sinks, causal, scale)
     kind = call.KIND.value if bias_grad else NONE.value
 
     delta = torch.empty_like(lse)
@@ -1192,7 +1184,7 @@ def _sweep(call, segments, lse, dout, delta):
 
     # the diagonals (query block - key block) whose tiles hold distances |d| < near
     near = call.m - 1
-    if call.window and not call.sinks and call.pos is None:
+    if call.window and not call.sinks:
         near = min(near, call.window)
     lowest = q_start + BM - 1
     if not call.CAUSAL.value:
@@ -1231,8 +1223,8 @@ class _Attention(torch.autograd.Function):
     """The operators, differentiated: `options` are the numbers that both take."""
 
     @staticmethod
-    def forward(ctx, return_lse, options, q, k, v, bias, gates, docs, positions, *segments):
-        tensors = q, k, v, bias, gates, docs, positions
+    def forward(ctx, return_lse, options, q, k, v, bias, gates, docs, *segments):
+        tensors = q, k, v, bias, gates, docs
         out, lse = _attention(*tensors, list(segments), *options)
         ctx.save_for_backward(out, lse, *tensors, *segments)
         ctx.options = options
@@ -1242,7 +1234,7 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse=None):
         out, lse, *saved = ctx.saved_tensors
-        tensors, segments = saved[:7], saved[7:]
+        tensors, segments = saved[:6], saved[6:]
         needed = ctx.needs_input_grad[2:7]  # the last two: bias and gates
         grads = _attention_backward(
             dout, dlse, out, lse, *tensors, segments, *ctx.options, any(needed[3:])
@@ -1250,7 +1242,7 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv, *of_term = grads
         dbias = of_term[0] if needed[3] else None
         dgates = of_term[0].double() if needed[4] else None
-        return None, None, dq, dk, dv, dbias, dgates, None, None, *[None] * len(segments)
+        return None, None, dq, dk, dv, dbias, dgates, None, *[None] * len(segments)
 
 
 # -----------------------------------------------------------------------------
@@ -1258,28 +1250,27 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(
-    q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None,
+    q, k, v, *, bias=None, window=0, sinks=0, docs=None, causal=True, scale=None,
     return_lse=False, shared=None, gates=None,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) v.
 
     q (B, H, Tq, D), k and v (B, Hk, Tk, D), 1 <= D <= 256: float16, bfloat16 or float32, the same
     for all three, with any strides. Tq <= Tk: the queries are the last Tq of the Tk tokens. Returns
-    (B, H, Tq, D), a view of (B, Tq, H, D). Gradients reach all tensors but positions and docs.
+    (B, H, Tq, D), a view of (B, Tq, H, D). Gradients reach all tensors but docs.
 
     bias: None, slopes (H,) or a table (H, m), float32. gates: None, or c (B, H, Tk) float64,
-    without a bias. positions (Tk,) or (B, Tk), docs (B, Tk): integers below 2^31.
+    without a bias. docs (B, Tk): integers below 2^31.
     What they mean, and the other arguments: attention() of kernels/reference.py.
 
     Raises ValueError for what the kernels do not support.
     """
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    tensors = prepare(q, k, v, bias, gates, positions, docs, scale)
-    docs, positions, segments = prepare_mask(
-        tensors, docs, positions, window, sinks, causal, needs_grad(tensors), shared
-    )
+    tensors = prepare(q, k, v, bias, gates, docs, scale)
+    has_grad = needs_grad(tensors)
+    docs, segments = prepare_mask(tensors, docs, window, sinks, causal, has_grad, shared)
     options = (window, sinks, causal, scale)
-    arguments = distinct(*tensors, docs, positions, *segments)
+    arguments = distinct(*tensors, docs, *segments)
     result = _Attention.apply(return_lse, options, *arguments)
     return (result[0], result[1] * math.log(2)) if return_lse else result
 
@@ -1306,7 +1297,7 @@ def require(holds, problem, *values):
         raise ValueError(problem.format(*values))
 
 
-def prepare(q, k, v, bias, gates, positions, docs, scale):
+def prepare(q, k, v, bias, gates, docs, scale):
     """Check the arguments of attention(), and bring them to the units and dtypes of the kernels.
 
     Returns q, k, v, bias and gates: see Call.
@@ -1326,9 +1317,8 @@ def prepare(q, k, v, bias, gates, positions, docs, scale):
         *(q.shape, k.shape, v.shape),
     )
     require(scale > 0, "scale is {}: use one above 0", scale)
-    for x, shapes in ((positions, ((Tk,), (B, Tk))), (docs, ((B, Tk),))):
-        fits = x is None or x.shape in shapes and not x.is_floating_point()
-        require(fits, "positions or docs do not fit: use integers, of one of the shapes {}", shapes)
+    fits = docs is None or docs.shape == (B, Tk) and not docs.is_floating_point()
+    require(fits, "docs do not fit: use integers of the shape {}", (B, Tk))
     require(bias is None or gates is None, "bias and gates are given: use one of them")
     if gates is not None:
         fits = gates.shape == (B, H, Tk) and gates.dtype == torch.float64

@@ -33,7 +33,7 @@ def rope(q, k, cos, sin):
 
 
 def attention(
-    q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None,
+    q, k, v, *, bias=None, window=0, sinks=0, docs=None, causal=True, scale=None,
     return_lse=False, length=None, shared=None, gates=None, return_probabilities=False,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) v.
@@ -46,8 +46,7 @@ def attention(
     bias        None, slopes (H,): adds -slope * distance, or a table (H, m): adds
                 table[h, min(distance, m - 1)], with gradient. Float32. The distance is the index of
                 the query - the index of the key.
-    window      W > 0: a query sees key j only if distance < W or j < sinks, at true positions.
-    positions   (Tk,) or (B, Tk) int64: the true positions for the window, if not the indices.
+    window      W > 0: a query sees key j only if distance < W or j < sinks.
     docs        (B, Tk) int: a query sees only keys with the same document number.
     causal      False: every key is visible, and the distance is |i - j| (masked language models).
     scale       Default: D ** -0.5.
@@ -69,7 +68,6 @@ def attention(
     if length is not None:
         n = int(length)
         k, v = k[:, :, :n], v[:, :, :n]
-        positions = None if positions is None else positions[..., :n]
         docs = None if docs is None else docs[:, :n]
         gates = None if gates is None else gates[..., :n]
     assert gates is None or bias is None, "gates are with no other term"
@@ -85,10 +83,7 @@ def attention(
     distance = (i - j).clamp(min=0) if causal else (i - j).abs()
     visible = ((j <= i) | (not causal)).expand(B, Tq, Tk)
     if window:
-        position = j[0] if positions is None else positions
-        position = position.expand(B, Tk)
-        gap = (position[:, Tk - Tq :, None] - position[:, None]).abs()
-        visible = visible & ((gap < window) | (position[:, None] < sinks))
+        visible = visible & (((i - j).abs() < window) | (j < sinks))
     if docs is not None:
         visible = visible & (docs[:, Tk - Tq :, None] == docs[:, None])
 

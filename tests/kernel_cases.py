@@ -120,7 +120,6 @@ def bias_arguments(bias, leaves):
 
 def mask_options(mask, B, Tk):
     """The arguments of a kind of mask."""
-    steps = torch.randint(1, 4, (B, Tk)).cumsum(1)
     if mask == "window":
         return {"window": random.choice((1, 9, 40, 200))}
     if mask == "sinks":
@@ -130,8 +129,6 @@ def mask_options(mask, B, Tk):
     if mask == "sinks and docs":
         docs = (torch.arange(Tk) // 90).expand(B, Tk)
         return {"window": random.choice((20, 70)), "sinks": random.choice((3, 40)), "docs": docs}
-    if mask == "positions":
-        return {"window": 20, "sinks": 9, "positions": random.choice((steps, steps[0]))}
     if mask == "all keys":
         with_window = {"window": 25, "sinks": 2} if random.random() < 0.5 else {}
         return {"causal": False, **with_window}

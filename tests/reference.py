@@ -166,8 +166,9 @@ def visible(config, layer, pos, docs):
     i, j = torch.arange(T)[:, None], torch.arange(T)
     seen = (i >= j)[None]
     if config.uses_window(layer):
-        near = pos[:, None] - pos[None, :] < config.window
-        seen = seen & (near | (pos < config.sinks)[None, :])
+        index = torch.arange(len(pos))
+        near = index[:, None] - index < config.window
+        seen = seen & (near | (index < config.sinks))
     return seen if docs is None else seen & (docs[:, :, None] == docs[:, None, :])
 
 

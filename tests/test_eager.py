@@ -31,28 +31,23 @@ def case_name(case):
 # Attention
 
 
-def is_visible(i, j, b, position, window, sinks, docs, causal):
+def is_visible(i, j, b, window, sinks, docs, causal):
     """Whether query i sees key j in sequence b."""
     if causal and j > i:
         return False
-    if window and abs(position(b, i) - position(b, j)) >= window and position(b, j) >= sinks:
+    if window and abs(i - j) >= window and j >= sinks:
         return False
     return docs is None or docs[b, i] == docs[b, j]
 
 
 def attention_by_loops(
-    q, k, v, bias, window, sinks, positions, docs, causal, scale, relative=None, gates=None
+    q, k, v, bias, window, sinks, docs, causal, scale, relative=None, gates=None
 ):  # fmt: skip
     """Attention and its log-sum-exp, one score at a time; differentiable."""
     keys, values, offsets = relative or (None, None, None)
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
     group = H // k.shape[1]
-
-    def position(b, t):
-        if positions is None:
-            return t
-        return int(positions[t] if positions.dim() == 1 else positions[b, t])
 
     def by_distance(table, h, distance):
         return table[h % len(table), min(abs(distance), table.shape[1] - 1)]
@@ -76,7 +71,7 @@ def attention_by_loops(
         i = Tk - Tq + row
         scores = []
         for j in range(Tk):
-            if is_visible(i, j, b, position, window, sinks, docs, causal):
+            if is_visible(i, j, b, window, sinks, docs, causal):
                 scores.append(score(b, h, i, j, q[b, h, row]))
             else:
                 scores.append(torch.tensor(-math.inf, dtype=q.dtype))
@@ -87,10 +82,6 @@ def attention_by_loops(
             y = y + sum(p[j] * by_distance(values, h, i - j) for j in range(Tk))
         out.append(y)
     return torch.stack(out).view(B, H, Tq, D), torch.stack(lse).view(B, H, Tq)
-
-
-def sorted_positions(rng, n):
-    return torch.tensor(sorted(rng.choice(30, n, replace=False)))
 
 
 ATTENTION_CASES = [
@@ -108,8 +99,7 @@ ATTENTION_CASES = [
     {"bias": 5, "causal": False, "Tq": 20},
     {"window": 4, "sinks": 2},
     {"window": 4, "sinks": 1, "Tq": 3},
-    {"window": 6, "sinks": 2, "positions": "shared"},
-    {"window": 6, "positions": "per sequence", "Tq": 5},
+    {"window": 6, "Tq": 5},
     {"docs": True},
     {"docs": True, "bias": 5, "window": 3, "Tq": 6},
     {"docs": True, "bias": "slopes", "Hk": 2, "sinks": 1, "window": 5},
@@ -128,8 +118,8 @@ RELATIVE_CASES = [
     {"m": 5, "heads": 1},
     {"Tq": 4, "offsets": True, "Hk": 2},
     {"window": 4, "sinks": 2},
-    {"window": 6, "positions": "per sequence", "Tq": 5, "m": 5},
-    {"window": 6, "sinks": 1, "positions": "shared", "Hk": 1},
+    {"window": 6, "Tq": 5, "m": 5},
+    {"window": 6, "sinks": 1, "Hk": 1},
     {"docs": True, "Hk": 3},
     {"docs": True, "window": 3, "m": 5, "Tq": 6},
     {"scale": 0.3, "offsets": True},
@@ -140,15 +130,11 @@ RELATIVE_CASES = [
 
 def random_mask(case, B, Tk, rng):
     """The options of a case that say which keys a query sees."""
-    positions = docs = None
-    if case.get("positions") == "shared":
-        positions = sorted_positions(rng, Tk)
-    elif case.get("positions") == "per sequence":
-        positions = torch.stack([sorted_positions(rng, Tk) for _ in range(B)])
+    docs = None
     if case.get("docs"):
         docs = torch.tensor([sorted(rng.integers(0, 3, Tk)) for _ in range(B)])
     options = {"window": case.get("window", 0), "sinks": case.get("sinks", 0)}
-    return {**options, "positions": positions, "docs": docs, "causal": case.get("causal", True)}
+    return {**options, "docs": docs, "causal": case.get("causal", True)}
 
 
 def leaf(*shape):
@@ -218,7 +204,9 @@ def test_relative_vectors_and_their_gradients_match_loops(case, rng, monkeypatch
     scheme = model.RelativeVectors(model.GPTConfig())
     monkeypatch.setattr(scheme, "vectors", lambda n, layer: vectors)
     del options["causal"]
-    arguments = q, k, v, None, 0, None
+    context = model.Context()
+    context.docs = options.pop("docs")
+    arguments = q, k, v, None, 0, context
     for size, max_scores in ((128, 1 << 24), (4, 1 << 24), (128, B * H * Tk * 3)):
         monkeypatch.setattr(eager, "CHUNK", size)
         monkeypatch.setattr(eager, "MAX_SCORES", max_scores)
@@ -229,13 +217,11 @@ def test_relative_vectors_and_their_gradients_match_loops(case, rng, monkeypatch
     assert torch.equal(y, found[0])
 
     # keys past the length, of any finite value, in a cache of more
-    per_key = {"docs": options["docs"], "positions": options["positions"]}
-    options |= {name: None if x is None else F.pad(x, (0, 5)) for name, x in per_key.items()}
+    context.docs = None if context.docs is None else F.pad(context.docs, (0, 5))
+    context.valid_length = torch.tensor([Tk])
     longer = [F.pad(x, (0, 0, 0, 5), value=1e9) for x in (k, v)]
     with torch.no_grad():
-        y, lse = scheme.attend(
-            q, *longer, None, 0, None, **options, length=torch.tensor([Tk]), return_lse=True
-        )
+        y, lse = scheme.attend(q, *longer, None, 0, context, **options, return_lse=True)
     assert largest_difference((y, lse), expected) < 1e-12
 
 
@@ -288,7 +274,7 @@ LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("mask", ["causal", "window", "sinks", "positions", "sinks and docs"])
+@pytest.mark.parametrize("mask", ["causal", "window", "sinks", "sinks and docs"])
 @pytest.mark.parametrize("bias", ["none", "slopes", "table", "gates"])
 @torch.no_grad()
 def test_one_query_as_on_a_gpu_against_float64(bias, mask, heads, rng, monkeypatch):
@@ -345,8 +331,8 @@ def test_entries_that_no_pair_reaches_have_no_gradient(hides, monkeypatch):
     monkeypatch.setattr(eager, "CHUNK", 4)
     q, k, v = (torch.randn(2, 2, 40, 8) for _ in range(3))
     mask = {"docs": (torch.arange(40) // 5).expand(2, 40)}
-    if hides == "window":  # at positions: distant keys are masked, and not left out
-        mask = {"window": 5, "positions": torch.arange(40)}
+    if hides == "window":  # a chunk leaves out distant keys, or masks them
+        mask = {"window": 5}
     table = torch.randn(2, 9, requires_grad=True)
     y = eager.attention(q, k, v, bias=table, **mask)
     (grad,) = torch.autograd.grad(y.square().sum(), table)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def make_arguments(T=48, H=2, D=16, dtype=torch.bfloat16, bias=None, window=0, docs=None, sinks=0):
     """The arguments of the forward kernel, as launch() passes them."""
     q, k, v = (torch.zeros(2, T, H, D, dtype=dtype).transpose(1, 2) for _ in range(3))
-    call = flash.make_call(q, k, v, bias, None, docs, None, window, sinks, True, 0.5)
+    call = flash.make_call(q, k, v, bias, None, docs, window, sinks, True, 0.5)
     segments = torch.zeros(1, 3, 16, dtype=torch.int32)
     out, lse = flash.empty_results(q)
     return call, flash.per_token(segments), flash.as_rows(out), lse
@@ -150,10 +150,10 @@ def attention_by(monkeypatch):
 
 DOCS = torch.zeros(2, 40, dtype=torch.int64)
 BY_SDPA = [{}, {"Hk": 4}, {"window": 40}, {"window": 99, "sinks": 3}, {"dtype": torch.float16}]
-BY_SDPA += [{"grad": False, "Tq": 128}, {"D": 128}, {"scale": 0.3}, {"positions": DOCS}]
+BY_SDPA += [{"grad": False, "Tq": 128}, {"D": 128}, {"scale": 0.3}]
 BY_OURS = [{"bias": torch.zeros(4)}, {"bias": torch.zeros(4, 9)}, {"docs": DOCS}, {"window": 39}]
 BY_OURS += [{"gates": torch.zeros(2, 4, 40).double()}, {"return_lse": True}, {"Tk": 41}]
-BY_OURS += [{"window": 99, "positions": DOCS}, {"grad": False}, {"D": 12}, {"D": 136}]
+BY_OURS += [{"grad": False}, {"D": 12}, {"D": 136}]
 BY_OURS += [{"dtype": torch.float32}]
 
 

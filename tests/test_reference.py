@@ -69,7 +69,7 @@ KNOWN = [case for case in CASES if case[0].get("pos", "rope") in BUILT_IN]
 def takes_gaps(settings, method):
     """Whether any position ids can be given: a scheme by distance counts those between indices."""
     scheme = POSITIONS[settings.get("pos", "rope")]
-    is_dynamic = "length" in OPTIONS.get(method, ())
+    is_dynamic = "length" in OPTIONS.get(method, ()) or method in ATTENTION
     return not (scheme.counts_indices() or scheme.bounded or is_dynamic or method == "dynamic-pi")
 
 
@@ -130,7 +130,7 @@ def test_the_logits_are_those_of_the_formulas(settings, method, options):
 )
 @torch.no_grad()
 def test_position_ids_with_gaps_are_those_of_the_formulas(settings, method, options):
-    """A window counts them, cached or not, and beyond 1 million float32 would be too rough."""
+    """A window counts tokens. Beyond 1 million float32 would be too rough."""
     model = build(settings, method, options)
     tokens = torch.randint(0, 50, (1, 45))
     near = torch.tensor([0, 1, 2, 5, 6, 9, *range(12, 51)])
@@ -164,6 +164,10 @@ def test_packed_documents_are_documents_alone(settings):
     model = build(settings)
     tokens = torch.randint(0, 50, (1, 20))
     docs = torch.tensor([[0] * 9 + [1] * 11])
+    if model.config.sinks:  # of the text, which are not in the second document
+        with pytest.raises(UserError, match="sinks are the first tokens of the text"):
+            model(tokens, docs=docs)
+        return
     packed = model(tokens, docs=docs)
     cache = KVCache()
     parts = [model(tokens[:, i : i + 7], docs=docs[:, i : i + 7], cache=cache) for i in (0, 7, 14)]

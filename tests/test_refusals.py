@@ -1,7 +1,7 @@
 """What cannot be done is refused: one sentence that names the repair, status 2, nothing written.
 
 One table for all scripts, of (script, words, phrases). DATA is a dataset of bytes, RUN a run of
-RoPE and 32 tokens on it, LETTERS a dataset of three characters.
+RoPE and 32 tokens on it, WINDOW one with a window and sinks, LETTERS a dataset of three characters.
 """
 
 import importlib
@@ -102,6 +102,12 @@ EXTENDING = [
     ("RUN --layers=full", "--layers=all"),
     *((f"RUN --method={method}", f"'{method}'", "--max_iters=0") for method in ATTENTION),
     ("RUN --method=drope --pose=true", "--pose"),
+    ("WINDOW --pose=true", "a window counts tokens: give --pose=false"),
+    (
+        "WINDOW --separate_docs=true",
+        "sinks are the first tokens of the text",
+        "separate_docs=false",
+    ),
     ("RUN --min_doc=1000000", "--min_doc"),
     ("RUN --keep_optimizer=true", "has taken all 8 steps", "raise --max_iters"),
     ("RUN --keep_optimizer=true --max_iters=9 --optimizer=muon", "optimizer=adamw, not muon"),
@@ -172,6 +178,8 @@ def run_of_rope(text_data, tmp_path_factory):
 
     out_dir = tmp_path_factory.mktemp("runs") / "rope"
     train.main([*TINY, f"--dataset={text_data}", f"--out_dir={out_dir}"])
+    words = ["--window=9", "--sinks=2", "--max_iters=1"]
+    train.main([*TINY, *words, f"--dataset={text_data}", f"--out_dir={out_dir.parent / 'window'}"])
     return out_dir
 
 
@@ -181,6 +189,7 @@ def test_a_request_that_cannot_be_is_refused(row, call, run_of_rope, text_data, 
     folder = character_data.parent
     (folder / "bad.json").write_text(json.dumps([1]))
     places = {"DATA": text_data, "RUN": run_of_rope, "LETTERS": character_data}
+    places["WINDOW"] = run_of_rope.parent / "window"
     for name, place in places.items():
         words = words.replace(name, str(place))
     words = words.split()

@@ -38,7 +38,7 @@ FACTORS = {
     "D": (7, 16, 40, 64, 128),
     "m": ("1", "5", "T", "more"),
     "bias": ("none", "slopes", "table", "gates"),
-    "mask": ("causal", "window", "sinks", "docs", "positions", "all keys"),
+    "mask": ("causal", "window", "sinks", "docs", "all keys"),
     "layout": LAYOUTS,
     "gradient": (*LAYOUTS, "constant"),
     "dtype": ("float32", "float16", "bfloat16"),
@@ -50,7 +50,7 @@ ROUNDING = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SMALL_CASES = [
     small_case(mask="causal", gradient="constant"),
     small_case(mask="sinks", dtype="bfloat16", gradient="transposed"),
-    small_case(mask="positions", T=3),
+    small_case(mask="sinks", T=3),
     small_case(bias="slopes", mask="window", gradient="sliced"),
     small_case(bias="slopes", mask="all keys", cached=0),
     small_case(bias="slopes", mask="causal", T=3, cached=40, B=2, dtype="float16"),
@@ -144,8 +144,8 @@ def test_tiles_of_any_size(bias, BM, BN, rng, monkeypatch):
         return flash.Tile(*((64, 64) if is_sweep else (BM, BN)), warps=4, stages=1)
 
     monkeypatch.setattr(flash, "tile_for", tile_for)
-    for mask in ("causal", "sinks", "docs", "positions", "all keys"):
-        m = "T" if mask in ("sinks", "positions") else "5"
+    for mask in ("causal", "sinks", "docs", "all keys"):
+        m = "T" if mask == "sinks" else "5"
         check_case(small_case(T=100, cached=37, m=m, bias=bias, mask=mask))
 
 
@@ -189,16 +189,16 @@ def test_a_few_queries_with_a_cache(Tq, Tk, bias, rng):
 # Which tiles are visited, and what follows from it
 
 
-def visible_pairs(Tq, Tk, causal=True, window=0, sinks=0, positions=None, docs=None):
+def visible_pairs(Tq, Tk, causal=True, window=0, sinks=0, docs=None):
     """(2, Tq, Tk): the keys that get a share of the softmax of kernels/reference.py."""
     B = 2
-    options = {"window": window, "sinks": sinks, "positions": positions, "docs": docs}
+    options = {"window": window, "sinks": sinks, "docs": docs}
     q, k = torch.zeros(B, 1, Tq, 1), torch.zeros(B, 1, Tk, 1)
     _, p = reference.attention(q, k, k, causal=causal, **options, return_probabilities=True)
     return p[:, 0] > 0
 
 
-@pytest.mark.parametrize("mask", ["causal", "window", "sinks", "sinks and docs", "positions"])
+@pytest.mark.parametrize("mask", ["causal", "window", "sinks", "sinks and docs"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("BM,BN", [(32, 32), (64, 16), (16, 64)])
 def test_visited_tiles_are_those_that_are_visible(mask, causal, BM, BN, rng, monkeypatch):
@@ -209,15 +209,13 @@ def test_visited_tiles_are_those_that_are_visible(mask, causal, BM, BN, rng, mon
     options = mask_options(mask, 2, Tk)
     # the largest distance of some tile is the window or just below it, the smallest m - 1 or m - 2
     offset = (Tk - Tq) % BN
-    if options.get("window") and mask != "positions":
+    if options.get("window"):
         options["window"] = offset + BN + BM - 1 + random.choice((0, 1))
     m = random.choice((0, 1, offset + 128 - (BN - 1) + 1, offset + 128 - (BN - 1) + 2))
     pairs = visible_pairs(Tq, Tk, causal, **options)
     i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
     near = (i - j < m - 1) if m else torch.ones(Tq, Tk, dtype=torch.bool)
-    docs, positions = options.get("docs"), options.get("positions")
-    positions = None if positions is None else torch.atleast_2d(positions)
-    where = (docs, positions, options.get("window", 0), options.get("sinks", 0))
+    where = (options.get("docs"), options.get("window", 0), options.get("sinks", 0))
     where += (Tq, Tk, m, causal, BM, BN)
 
     def by_tile(x, value_of_queries, value_of_keys):
@@ -239,7 +237,7 @@ def test_visited_tiles_are_those_that_are_visible(mask, causal, BM, BN, rng, mon
         assert (segments.sum(-2) <= 1).all()
         visited = segments.any(-2).expand_as(some)
         assert (visited | ~some).all()
-        if mask != "positions" and not (mask == "sinks" and not causal):
+        if not (mask == "sinks" and not causal):
             assert (some | ~visited).all()
         assert (whole | ~segments[..., 3:, :].any(-2)).all()
         assert not (segments[..., 4, :] & has_near).any()
@@ -325,7 +323,6 @@ def test_unsupported_arguments_are_rejected():
         ("float64", (q, k, v), {"gates": gates.float()}),
         ("use one above 0", (q, k, v), {"scale": -1.0}),
         ("docs", (q, k, v), {"docs": torch.ones(2, 5).int()}),
-        ("positions", (q, k, v), {"positions": torch.ones(100), "window": 3}),
     ):
         with pytest.raises(ValueError, match=words):
             flash.attention(*arguments, **options)
@@ -379,20 +376,22 @@ def test_schemes_train_and_generate_with_the_kernels(pos, settings, make, rng, m
 
 @pytest.fixture
 def masks(monkeypatch):
-    """A list that receives an item for each mask that is worked out from documents or positions."""
+    """A list that receives an item for each mask that is worked out from documents."""
     found = []
     tile_segments = flash.tile_segments
 
-    def counted(docs, positions, *where):
+    def counted(docs, *where):
         found.append(where)
-        return tile_segments(docs, positions, *where)
+        return tile_segments(docs, *where)
 
     monkeypatch.setattr(flash, "tile_segments", counted)
     return found
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("pos,settings,checkpointing", [("rope", {}, False), ("t5", WINDOW, True)])
+@pytest.mark.parametrize(
+    "pos,settings,checkpointing", [("rope", {}, False), ("t5", {"window": 6}, True)]
+)
 def test_a_mask_is_worked_out_once_for_all_layers(
     compiled, pos, settings, checkpointing, make, masks, rng, monkeypatch
 ):
@@ -432,7 +431,6 @@ def test_a_plan_holds_for_the_same_mask_only(rng):
         (docs, {"window": 5, "sinks": 40}),
         (docs, {"causal": False}),
         (docs, {"bias": torch.randn(1, 20)}),
-        (docs, {"window": 5, "positions": index // 3}),
     ):
         y = flash.attention(q, k, v, **options, docs=of_docs, shared=shared)
         assert torch.equal(y, flash.attention(q, k, v, **options, docs=of_docs))
