@@ -20,8 +20,9 @@
                  more context helps.
   repeats        What a longer context gains over the shortest on these tokens, by where a token and
                  the two before it stood last in its document: repeats that only the longer context
-                 shows (far) say whether it is used, which few tokens need. A stride of half the
-                 shortest length, by default, scores as many as possible.
+                 shows (far) say whether it is used, which few tokens need, in a sentence for each
+                 checkpoint. A stride of half the shortest length, by default, scores as many as
+                 possible. Intervals are over documents; of fewer than 8, over places in them.
 
 Scored is the validation text of --dataset, or of the dataset that a checkpoint was trained on, or
 --text=FILE, a text or rows of JSON: at most --max_tokens in sequences of the longest length, evenly
