@@ -50,7 +50,7 @@ demo: .venv/demo
 
 # One schedule of 400 steps, whose last tenth trains at longer contexts.
 stages: .venv/demo
-	$(PY) train.py config/demo.toml --stop_at=360 --out_dir=$(STAGES)/256 $(call RESUME,$(STAGES)/256)
+	$(PY) train.py config/demo.toml --max_iters=400 --stop_at=360 --out_dir=$(STAGES)/256 $(call RESUME,$(STAGES)/256)
 	$(PY) extend.py $(STAGES)/256 --factor=4 --keep_optimizer=true --stop_at=380 --max_tokens=16384 \
 		--out_dir=$(STAGES)/1024 $(call RESUME,$(STAGES)/1024)
 	$(PY) extend.py $(STAGES)/1024 --factor=4 --keep_optimizer=true --max_tokens=16384 \

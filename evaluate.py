@@ -20,8 +20,9 @@
                  more context helps.
   repeats        What a longer context gains over the shortest on these tokens, by where a token and
                  the two before it stood last in its document: repeats that only the longer context
-                 shows (far) say whether it is used, which few tokens need. A stride of half the
-                 shortest length, by default, scores as many as possible.
+                 shows (far) say whether it is used, which few tokens need, in a sentence for each
+                 checkpoint. A stride of half the shortest length, by default, scores as many as
+                 possible. Intervals are over documents; of fewer than 8, over places in them.
 
 Scored is the validation text of --dataset, or of the dataset that a checkpoint was trained on, or
 --text=FILE, a text or rows of JSON: at most --max_tokens in sequences of the longest length, evenly
@@ -32,8 +33,8 @@ sequences; its 95 % interval is over sequences, with Student's t, and unknown be
 An asterisk marks what differs from the first checkpoint, by the differences of the same sequences.
 What is unequal besides (steps, trained tokens, data, unfinished runs) is said below it. Checkpoints
 that do not score the same token ids have no differences: bits per byte of the text compare them.
-NAME=A,B,C are runs of one arm, as with other seeds: its interval is over the runs, and two arms are
-compared by the differences of their runs in this order.
+NAME=A,B,C are runs of one arm, as with other seeds: its interval is over the runs, whose weights
+must differ, and two arms are compared by the differences of their runs in this order.
 
 --task=needle hides a value in filler text, at a depth from 0 (the start) to 1 (the end), and asks
 for it at the end of the prompt. --task=ruler does so for tasks after RULER (2404.06654):
@@ -235,6 +236,8 @@ def evaluate(cfg, given, paths):
     if cfg.curves:
         return plot_training(cfg.curves, paths)
     models, device, dtype = open_models(cfg, paths)
+    arms = {arm: list(runs) for arm, runs in name_arms(paths).items()}
+    comparison.check_runs(models, arms)
     choose_measurements(cfg, given, models)
     for file in filter(None, (cfg.plot, cfg.json, cfg.report)):
         check_writable(file)
@@ -244,7 +247,6 @@ def evaluate(cfg, given, paths):
         print(f"scored: {line}", flush=True)
 
     records = measure_logged(models, cfg, texts, dtype, cfg.json)
-    arms = {arm: list(runs) for arm, runs in name_arms(paths).items()}
     bits = comparison.over_seeds(scoring.in_bits_per_byte(records), arms)
     shown = comparison.over_seeds(records, arms)
     comparison.compare(shown, list(arms))

@@ -78,7 +78,15 @@ class Board:
         self.failed = saved["failed"]
         self.commands = {"all": [saved.get("flags", "")], **saved["arms"]}
         self.folders = saved.get("folders", {})
-        self.unequal = saved.get("unequal", [])  # sentences: how the training of arms differs
+        # sentences: how the training of arms differs
+        self.unequal = [*saved.get("unequal", [])]
+        self.weights = {(arm, seed): digest for arm, seed, digest in saved.get("weights", [])}
+        for arm in self.arms:
+            seeds = [seed for name, seed in self.weights if name == arm]
+            n_runs = len(self.different(seeds, [arm]))
+            if n_runs < len(seeds):
+                counted = f"{len(seeds)} seeds of {arm} count as {n_runs}"
+                self.unequal.append(f"{counted}: the others have equal weights")
         self.original_lengths = saved.get("original_lengths", [])
         if hasattr(self.b, "L"):  # some arms train at multiples of it
             self.original_lengths = [self.b.L]
@@ -109,13 +117,29 @@ class Board:
             length = count_tokens(length, self.b)
         return self.values.get((arm, measure, length), {})
 
+    def different(self, seeds, arms):
+        """Return the first seed of each combination of these arms' weights: equal ones are one run.
+
+        The weights of an arm without commands are not known, and each of its seeds is a run.
+        """
+        found = {}
+        for seed in sorted(seeds):
+            weights = tuple(self.weights.get((arm, seed), seed) for arm in arms)
+            found.setdefault(weights, seed)
+        return list(found.values())
+
+    def runs_of(self, arm, measure, length):
+        """Return the values of the different runs of an arm."""
+        values = self.of(arm, measure, length)
+        return [values[seed] for seed in self.different(values, [arm])]
+
     def points(self, arm, measure, lengths):
         """Return (length, mean, half-width) where there are values."""
         points = []
         for length in lengths:
-            values = self.of(arm, measure, length)
+            values = self.runs_of(arm, measure, length)
             if values:
-                points.append((count_tokens(length, self.b), *interval(list(values.values()))))
+                points.append((count_tokens(length, self.b), *interval(values)))
         return points
 
     def scored_alike(self, arms, measure):
@@ -151,9 +175,9 @@ class Board:
 
     def cell(self, arm, measure, length):
         """Return a cell of a table: mean and interval, or why there is none."""
-        values = self.of(arm, measure, length)
+        values = self.runs_of(arm, measure, length)
         if values:
-            return format_values(list(values.values()))
+            return format_values(values)
         return self.texts.get((arm, measure, count_tokens(length, self.b)), "–")
 
     def default_tables(self):
@@ -208,17 +232,18 @@ def judge(line, board):
     """Judge a claim on sums of the same seeds. Returns a line; None if a value is not measured."""
     claim = parse_claim(line)
     found = [(factor, board.of(arm, claim.measure, n)) for factor, arm, n in claim.terms]
+    arms = [arm for _, arm, _ in claim.terms]
     # only seeds that all of them have are compared
-    seeds = sorted(set.intersection(*(set(values) for _, values in found)))
+    seeds = board.different(set.intersection(*(set(values) for _, values in found)), arms)
     if not seeds:
-        failed = [arm for _, arm, _ in claim.terms if arm in board.failed]
+        failed = [arm for arm in arms if arm in board.failed]
         return f"- {line}: not judged, for {failed[0]} failed" if failed else None
-    if not board.scored_alike([arm for _, arm, _ in claim.terms], claim.measure):
+    if not board.scored_alike(arms, claim.measure):
         return f"- {line}: not judged, for the arms were scored on other token ids"
     sums = [sum(factor * values[seed] for factor, values in found) for seed in seeds]
     verdict = find_verdict(sums, claim.sign, claim.bound)
     measured = format_interval(sums, "+")
-    if len(seeds) < len(board.seeds):  # a run has failed
+    if len(seeds) < len(board.seeds):  # a run has failed, or is the same as another
         verdict += f", on {len(seeds)} of {len(board.seeds)} seeds"
     return f"- {line}: {measured}, {claim.sign} {claim.bound:.4g}: {verdict}"
 

@@ -359,6 +359,7 @@ class Runs:
         self.device = pick_device(cfg.device)
         self.folders = {}  # seed -> arm -> run folder
         self.metas = {}  # arm -> meta of a run of it, the first
+        self.weights = []  # [arm, seed, SHA-256 of the weights]
         self.commits = []  # of what is used, measured now or before
         CACHE.mkdir(parents=True, exist_ok=True)
 
@@ -419,7 +420,9 @@ class Runs:
         if commands:
             self.make(arm, commands)
             folders[name] = arm.folder
-            self.metas.setdefault(name, read_meta(list_steps(arm.folder)[-1]))
+            meta = read_meta(list_steps(arm.folder)[-1])
+            self.metas.setdefault(name, meta)
+            self.weights.append([name, seed, meta["checksums"]["model.safetensors"]])
         code = hash_code(TRAINING_CODE + EVALUATION_CODE, arm.pos)
         for label, flags in experiment.evaluate.items():
             words = split(flags, f"--device={self.device}", shlex.join(arm.entries))
@@ -535,6 +538,7 @@ def run_arms(experiment, arms, cfg):
         "original_lengths": sorted({original_length(meta) for meta in runs.metas.values()}),
         "unequal": comparison.describe_unequal(models, {name: [name] for name in models}),
         "failed": failed,
+        "weights": runs.weights,
         "rows": rows,
     }
 

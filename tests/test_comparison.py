@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import types
 
 import numpy as np
@@ -135,6 +136,24 @@ def test_runs_of_an_arm_on_the_command_line(runs, save_run, call, tmp_path, text
             assert record["gain"] == pytest.approx(expected)
     assert "RoPE/1" not in done.stdout
     assert_refused(call("evaluate.py", f"a={runs[0]},", "--lengths=24"), "no checkpoint in")
+
+
+@pytest.mark.parametrize("kind", ["one folder twice", "copied", "extended without training"])
+def test_one_run_is_not_counted_as_two(runs, save_run, text_data, call, tmp_path, kind):
+    """An extension without training changes no weight."""
+    same = {"one folder twice": runs[0], "copied": tmp_path / "copy"}.get(kind, tmp_path / "long")
+    if kind == "copied":
+        shutil.copytree(runs[0], same)
+    elif kind == "extended without training":
+        words = ["--method=yarn", "--factor=2", "--max_iters=0", f"--out_dir={same}"]
+        assert_success(call("extend.py", runs[0], *words))
+    other = save_run("rope-2", pos="rope", seed=2)
+    done = call("evaluate.py", f"a={runs[0]},{other},{same}", "--lengths=24")
+    assert_refused(done, f"{same}/step-", "have the same weights", "two runs of a:")
+    # as checkpoints of their own they are compared
+    both = [f"a={runs[0]},{other}", f"b={same},{other}"]
+    words = [f"--dataset={text_data}", "--lengths=24", "--max_tokens=96", "--protocol=chunked"]
+    assert_success(call("evaluate.py", *both, *words))
 
 
 # -----------------------------------------------------------------------------

@@ -5,8 +5,10 @@ what is unequal between them besides what is compared.
 import math
 import re
 
+from nanolong.errors import require
 from nanolong.evaluation import intervals
 from nanolong.evaluation.tables import COSTS, select
+from nanolong.run import weights_hash
 
 # What tells the cells of a checkpoint apart.
 CELL = ("task", "protocol", "kind", "depth", "length", "position", "stride", "trials", "seed")
@@ -45,6 +47,22 @@ def samples(record):
     if "by_prompt" in record:
         return [(nats, 1) for nats, *_ in record["by_prompt"]]
     return [(total, count) for total, count, *_ in record.get("by_sequence", ())]
+
+
+def check_runs(models, arms):
+    """Raise UserError if two runs of an arm have the same weights: they are one run, and its
+    interval would count it twice.
+    """
+    for arm, runs in arms.items():
+        folders = {}
+        for run in runs:
+            model = models[run]
+            other = folders.setdefault(weights_hash(model), model.folder)
+            require(
+                other is model.folder,
+                f"{other} and {model.folder} have the same weights, and would count as two runs of "
+                f"{arm}: give one of them, or each a NAME of its own",
+            )
 
 
 def over_seeds(records, arms):

@@ -80,17 +80,19 @@ def excludes_zero(found):
     return found["low"] is not None and (found["low"] > 0 or found["high"] < 0)
 
 
-def format_interval(found, digits=3, sign="", key="mean"):
+def format_interval(found, digits=3, sign="", key="mean", units=""):
     """Return an interval as text: "1.716 ± 0.021", "0.95 (0.76 to 0.99)" or "1.716 (n = 1)".
 
-    sign: "+" for differences. key: name of the mean, which is "loss" in a loss's record.
+    sign: "+" for differences. key: name of the mean, which is "loss" in a loss's record. units: the
+    samples in words, in place of their number n.
     """
     mean, low, high = found[key], found["low"], found["high"]
     if mean is None or not math.isfinite(mean):
         return "not finite"
     text = f"{mean:{sign}z.{digits}f}"  # z: not -0.000
     if low is None:
-        return f"{text} (n = {found['n']})"
+        units = units or f"n = {found['n']}"
+        return f"{text} ({units})"
     if abs((high - mean) - (mean - low)) < 10**-digits:  # symmetric
         return f"{text} ± {(high - low) / 2:.{digits}f}"
     return f"{text} ({low:{sign}z.{digits}f} to {high:{sign}z.{digits}f})"

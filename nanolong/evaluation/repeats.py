@@ -3,6 +3,7 @@ stood last (after Sun et al. 2021, arXiv 2109.09115).
 """
 
 import hashlib
+import math
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,9 @@ from nanolong.evaluation.log import Cell
 # in the longer one alone; in neither; never in the document. pair far: targets whose two preceding
 # tokens stood in the longer context alone, whatever followed there.
 BUCKETS = ("all", "near", "far", "beyond", "new", "pair far")
+# With fewer documents than this intervals are over places: sequences of the longer context, which
+# lie end to end, so that each place has targets and a context of its own.
+MIN_DOCUMENTS = 8
 
 
 def last_places(tokens, n):
@@ -82,15 +86,17 @@ def plan(name, model, text, cfg):
 def score(blank, model, text, cfg):
     """Return blank records of one length, one for each bucket, with losses and gains.
 
-    Both contexts score the same targets, as in token-aligned; intervals are over documents. Raises
-    UserError if a context is too long for the text or the model.
+    Both contexts score the same targets, as in token-aligned; intervals are over documents, or over
+    the places of fewer documents. Raises UserError if a context is too long for the text or the
+    model.
     """
     contexts = blank[0]["context"], blank[0]["length"]
     ids = hashlib.sha256(text.hash.encode())
     before, after = (context_losses(model, text, cfg, n, blank[0], ids) for n in contexts)
     repeats = {}  # file -> repeats_of()
-    sums = {record["bucket"]: {} for record in blank}
-    for (near, *_, losses), (far, file, stop, longer) in zip(before, after, strict=True):
+    sums = {record["bucket"]: {} for record in blank}  # by place, file and document
+    both = zip(before, after, strict=True)
+    for place, ((near, *_, losses), (far, file, stop, longer)) in enumerate(both):
         if file not in repeats:
             tokens = np.asarray(text.val.tokens[file], np.int64)
             repeats[file] = repeats_of(tokens, ~text.is_text(tokens))
@@ -99,10 +105,11 @@ def score(blank, model, text, cfg):
         rows = np.stack((longer, np.ones(len(losses)), losses - longer))
         for bucket, chosen in bucket_masks(trigrams, pairs, near, far).items():
             for document in np.unique(documents[chosen]):
-                key = file, int(document)
-                total = rows[:, chosen & (documents == document)].sum(1)
-                sums[bucket][key] = sums[bucket].get(key, 0) + total
-    return [make_record(record, sums[record["bucket"]], ids) for record in blank]
+                key = place, file, int(document)
+                sums[bucket][key] = rows[:, chosen & (documents == document)].sum(1)
+    # the separator that ends a text is in "all" only, as the first target of the next document
+    n_texts = len({key[1:] for bucket in BUCKETS[1:] for key in sums[bucket]})
+    return [make_record(record, sums[record["bucket"]], n_texts, ids) for record in blank]
 
 
 def context_losses(model, text, cfg, length, record, ids):
@@ -125,17 +132,29 @@ def context_losses(model, text, cfg, length, record, ids):
     return found
 
 
-def make_record(blank, sums, ids):
+def make_record(blank, sums, n_texts, ids):
     """Add to a blank record the loss in the longer context, and the gain, its difference from the
-    shorter one's, with intervals over documents.
+    shorter one's, with intervals over documents; over places if n_texts, the number of documents,
+    is small, and then the record has "texts", this number.
 
-    sums: by document the summed loss, the number of targets, and the summed gain.
+    sums: by place, file and document the summed loss, the number of targets, and the summed gain.
     """
     if not sums:
         return {**blank, "tokens": 0}
-    by_sequence = [[round(float(x), 6) for x in row] for row in sums.values()]
+    is_over_places = n_texts < MIN_DOCUMENTS
+    if is_over_places:
+        blank = {**blank, "texts": n_texts}
+    of_units = {}
+    for (place, *document), row in sums.items():
+        unit = place if is_over_places else tuple(document)
+        of_units[unit] = of_units.get(unit, 0) + row
+    by_sequence = [[round(float(x), 6) for x in row] for row in of_units.values()]
     losses, tokens, gains = zip(*by_sequence, strict=True)
-    found = intervals.ratio_interval(losses, tokens)
+    least = intervals.MIN_SAMPLES
+    # Kish's effective number: if few places have most of the targets, an interval is too narrow
+    if is_over_places and sum(tokens) ** 2 < least * sum(n**2 for n in tokens):
+        least = math.inf
+    found = intervals.ratio_interval(losses, tokens, least)
     record = {**blank, "loss": found.pop("mean"), **found, "tokens": round(sum(tokens))}
-    record["gain"] = intervals.ratio_interval(gains, tokens)
+    record["gain"] = intervals.ratio_interval(gains, tokens, least)
     return {**record, "by_sequence": by_sequence, "ids": ids.hexdigest()[:16]}

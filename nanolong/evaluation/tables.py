@@ -196,16 +196,82 @@ def repeats_table(records):
         text = "refused" if "refused" in record else "no target"
         if "gain" in record:
             n_tokens = f" of {record['tokens']:,}" if "tokens" in record else ""
-            text = intervals.format_interval(record["gain"], sign="+") + n_tokens
+            units = describe_units(record)
+            text = intervals.format_interval(record["gain"], sign="+", units=units) + n_tokens
         cells[label, f"{record['length']:,}"] = text
     title = f"repeats, nats per token that a longer context gains over {context:,} tokens, and of"
     table = pivot(f"{title} how many targets, by context length", cells)
     table.notes.append(
         "by where a target and the two tokens before it stood last: near, in the shorter context; "
         "far, in the longer one alone; beyond, farther back; new, nowhere. pair far: the two "
-        "before it stood in the longer one alone. Intervals are over documents"
+        "before it stood in the longer one alone"
     )
+    scored = {}
+    for record in select(records, bucket="all"):
+        if "gain" in record:
+            about = f"at {record['length']:,} tokens intervals are over {describe_units(record)}"
+            if "tokens" in record:
+                about += f", with {record['tokens']:,} targets, {record['stride']:,} a sequence"
+            scored[about] = None
+    table.notes += scored
+    table.notes.append(
+        "a larger --max_tokens, a longer text or shorter --lengths raise the number of targets"
+    )
+    used = [describe_use(name, records) for name in unique(records, "checkpoint")]
+    table.notes += filter(None, used)
     return table
+
+
+# What the gain on distant repeats says of a longer context, with the numbers that say so.
+USES = {
+    "used": "distant repeats gain {}: the longer context is used",
+    "harmful": "distant repeats gain {}: the longer context does harm",
+    "unclear": "no clear gain of distant repeats, {}: use of the longer context is not shown",
+    "few": "too few distant repeats, {}: raise --max_tokens, or give a longer text, or code",
+}
+LEAST_GAIN = 0.005  # nats: a gain that is printed as 0.00 may be rounding
+
+
+def describe_use(name, records):
+    """Say in a sentence whether a checkpoint uses its longer contexts; "" if none was measured."""
+    numbers = {}
+    for record in select(records, checkpoint=name, bucket="far"):
+        if "refused" in record:
+            continue
+        use = judge_use(record)
+        at_length = f"at {record['length']:,} tokens"
+        text = f"{record.get('tokens', 0):,} targets {at_length}"
+        if use != "few":
+            units = describe_units(record)
+            gained = intervals.format_interval(record["gain"], 2, units=units)
+            text = f"{gained} {at_length} ({units})"
+        numbers.setdefault(use, []).append(text)
+    sentences = [USES[use].format(", ".join(found)) for use, found in numbers.items()]
+    return f"{name}: {'; '.join(sentences)}" if sentences else ""
+
+
+def judge_use(record):
+    """Return the key of USES that the gain of a record of distant repeats has."""
+    gain = record.get("gain")
+    if gain is None or (gain["low"] is None and "seeds" not in record):
+        return "few"
+    if gain["low"] is None:  # runs of equal gains, as 0 beyond a window
+        return "unclear"
+    if gain["low"] > LEAST_GAIN:
+        return "used"
+    return "harmful" if gain["high"] < -LEAST_GAIN else "unclear"
+
+
+def describe_units(record):
+    """Return what the interval of a gain is over, in words: "one text, 12 places"."""
+    n = record["gain"]["n"]
+    if "seeds" in record:
+        return f"{n} runs"
+    s = "s" if n > 1 else ""
+    if "texts" not in record:
+        return f"{n} document{s}"
+    texts = "one text" if record["texts"] == 1 else f"{record['texts']} texts"
+    return f"{texts}, {n} place{s}"
 
 
 def position_table(records):

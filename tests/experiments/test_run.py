@@ -109,6 +109,8 @@ def test_an_experiment_trains_extends_evaluates_and_says_which_arm_failed(
     assert run_mine(MINE).returncode == 1
     report = (tmp_path / "out/experiments/mine.md").read_text()
     assert "| wrong | failed: seed 1:" in report and "(a single seed has no interval)" in report
+    weights = json.loads((folder / "meta.json").read_text())["checksums"]["model.safetensors"]
+    assert ["rope", 1, weights] in saved["weights"]
     assert f"`train --pos=rope` in {folder.parent.relative_to(tmp_path)}" in report
 
 
@@ -298,6 +300,25 @@ def test_sums_are_paired_by_seed_and_numbers_go_into_the_bound():
     assert ": +1.000 ± 0.000, < 1.399: pass" in judged
     assert board.judge("chunked: nope@L < rope@L", measured) is None
     assert measured.cell("nope", "chunked", "L") == "not finite"
+
+
+def test_seeds_of_the_same_weights_are_one_run():
+    """Three values, twice the same weights: the interval of two; if all are the same, of none."""
+    rows = [["rope", seed, "chunked", 64, value] for seed, value in ((1, 1.0), (2, 3.0), (3, 1.0))]
+    rows += [["alibi", seed, "chunked", 64, 2.0] for seed in (1, 2, 3)]
+    weights = [["rope", 1, "a"], ["rope", 2, "b"], ["rope", 3, "a"]]
+    weights += [["alibi", seed, "c"] for seed in (1, 2, 3)]
+    measured = make_board("leaderboard", rows, weights=weights)
+    assert measured.cell("rope", "chunked", "64") == "2.000 ± 12.706"
+    assert measured.cell("alibi", "chunked", "64") == "2.000"
+    assert measured.points("rope", "chunked", ["64"])[0][2] == pytest.approx(12.706, rel=1e-3)
+    judged = board.judge("chunked: alibi@64 < 3", measured)
+    assert judged.endswith("not judged (a single seed has no interval), on 1 of 3 seeds")
+    assert "undecided, on 2 of 3 seeds" in board.judge("chunked: rope@64 < alibi@64", measured)
+    assert measured.unequal == [
+        "3 seeds of alibi count as 1: the others have equal weights",
+        "3 seeds of rope count as 2: the others have equal weights",
+    ]
 
 
 def test_only_arms_of_the_same_tokens_are_compared_by_a_measure():
