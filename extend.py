@@ -210,10 +210,12 @@ def extend_model(model, cfg):
     has_same_shapes = shapes == [p.shape for p in model.parameters()]
     trains = cfg.max_iters and cfg.method in rope_scaling.ATTENTION
     require(not trains, f"method {cfg.method!r} is not for training: give --max_iters=0")
-    no_positions = model.pos.counts_indices() or type(model.pos) is NoPE or cfg.method == "drope"
-    require(not (cfg.pose and no_positions), "--pose skips position ids, and this model uses none")
-    problem = "--pose skips position ids, and a window counts tokens"
-    require(not (cfg.pose and model.config.window), f"{problem}: give --pose=false")
+    if cfg.pose:
+        has_none = type(model.scheme) is NoPE or cfg.method == "drope"
+        is_read = not (has_none or model.scheme.counts_indices())
+        require(is_read, "--pose skips position ids, and this model uses none")
+        problem = "--pose skips position ids, and a window counts tokens"
+        require(not model.config.window, f"{problem}: give --pose=false")
     length = model.config.block_size
     require(cfg.train_length <= length, f"--train_length is beyond the {length} extended tokens")
     meta = model.meta
@@ -288,12 +290,12 @@ def print_lengths(model, cfg, is_default):
     layers = ", full-attention layers only" if config.extension.get("layers") == "full" else ""
     print(f"context length: {lengths} ({cfg.method}{layers})")
     if is_default:
-        others = ", ".join(name for name in model.pos.methods if name != cfg.method)
+        others = ", ".join(name for name in model.scheme.methods if name != cfg.method)
         print(f"--method={cfg.method} by default; {config.pos} also has {others or 'no other'}")
     # such as Cohere 2: layers without a window have no positions
     kinds = {config.layer_kind(layer) for layer in range(config.n_layer)}
     is_near = "F" not in kinds and 0 < config.window <= config.original_length
-    is_near = is_near and isinstance(model.pos, RoPE) and not config.sinks
+    is_near = is_near and isinstance(model.scheme, RoPE) and not config.sinks
     if is_near and cfg.method not in ("none", "drope"):
         note(
             f"RoPE is in layers with a window of {config.window} tokens only, so a longer text has "

@@ -10,7 +10,7 @@ Three chapters: the transformer (Attention, MLP, Block, GPTConfig, GPT), what a 
 text (Context, KVCache), and 14 position schemes, of which NoPE is the base. At most 1,400 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
-vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
+vocab_size. pos: position ids; GPT.scheme: the position scheme, whose name is config.pos.
 """
 
 import math
@@ -44,6 +44,8 @@ SINKS_AND_DOCS = (
 
 
 class Linear(nn.Linear):
+    """nn.Linear by kernels.linear(), because a CPU multiplies a few rows faster in another way."""
+
     def forward(self, x):
         return kernels.linear(x, self.weight, self.bias)
 
@@ -99,7 +101,7 @@ class Attention(nn.Module):
         q, k = scheme.rotate(q, k, x, self.layer, context)
         bias = scheme.bias(x, self.layer, context)
         # Attend to all tokens of the text.
-        scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
+        scale = self.config.attn_scale * scheme.extra_scale / math.sqrt(self.config.head_dim)
         options = {"window": self.window, "sinks": self.sinks, "scale": scale}
         if self.sink_scores is None:
             y = scheme.attend(q, k, v, bias, self.layer, context, **options)
@@ -245,6 +247,36 @@ class GPTConfig:
         self.mlp_dim = self.mlp_dim or 4 * self.n_embd
         if self.layer_pattern is None:
             self.layer_pattern = "W" if self.window else "F"
+        self.check_values()
+        self.check_layers()
+
+    def check_values(self):
+        """Raise UserError for a value that no model can have."""
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal:
+                value, choices = getattr(self, name), get_args(hint)
+                require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
+        require(0 <= self.dropout < 1, f"dropout={self.dropout} is no fraction below 1: give one")
+        for name in ("embed_scale", "attn_scale", "rope_base"):
+            require(getattr(self, name) > 0, f"{name} must be above 0: give another")
+        n, n_kv = self.n_head, self.n_kv_head
+        require(n % n_kv == 0, f"n_head={n} is not divisible by n_kv_head={n_kv}: give a divisor")
+        self.read_query_scale()
+
+    def check_layers(self):
+        """Raise UserError for kinds of layers that do not fit the other settings."""
+        pattern, window = self.layer_pattern, self.window
+        require(
+            pattern and set(pattern) <= set("FWNS") and len(pattern) <= self.n_layer,
+            f"layer_pattern={pattern!r} is no word of the letters F, W, N and S, at most one for "
+            f"each of {self.n_layer} layers: give one such as {'FFFN'[: self.n_layer]}",
+        )
+        require(
+            set(pattern).isdisjoint("WS") == (not window),
+            f"layer_pattern={pattern} and window={window} do not fit: give --window=N and a "
+            "pattern with W or S, or neither",
+        )
+        require(window or not self.sinks, "sinks stay visible beyond a window: give --window=N too")
 
     @property
     def is_gated(self):
@@ -296,7 +328,10 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        check_config(config)
+        names = ", ".join(POSITIONS)
+        is_known = config.pos in POSITIONS
+        require(is_known, f"there is no scheme {config.pos!r}: give {names}, or --entry=FILE.py")
+        POSITIONS[config.pos].check_config(config)
         self.config = config
         self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
         self.activation_checkpointing = False  # recompute blocks in the backward pass
@@ -309,7 +344,7 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         self.init_weights()
         # Created last: with the same seed, all schemes start from the same other weights.
-        self.pos = POSITIONS[config.pos](config)  # the position scheme
+        self.scheme = POSITIONS[config.pos](config)  # the position scheme
         self.nope = NoPE(config)  # the scheme of layers without positions
         if config.extension:
             self.extend_scheme(config.extension)
@@ -350,7 +385,7 @@ class GPT(nn.Module):
         x = self.embed(tokens).to(self.norm.weight.dtype)
         if self.config.embed_scale != 1:
             x = x * self.config.embed_scale
-        x = self.dropout(self.pos.embed(x, context.pos))
+        x = self.dropout(self.scheme.embed(x, context.pos))
         # Forward the blocks.
         for layer, block in enumerate(self.blocks):
             scheme = self.scheme_of(layer)
@@ -362,7 +397,7 @@ class GPT(nn.Module):
 
     def scheme_of(self, layer):
         """The position scheme of a layer."""
-        return self.pos if self.config.uses_positions(layer) else self.nope
+        return self.scheme if self.config.uses_positions(layer) else self.nope
 
     @torch.no_grad()
     def init_weights(self):
@@ -404,13 +439,13 @@ class GPT(nn.Module):
                 positions = kernels.positions_in_documents(whole)[:, -T:]
             # The check reads position ids: the CPU would wait for a GPU to send them, and a
             # compiled graph would break in two.
-            elif self.pos.is_dynamic or (positions.is_cpu and not torch.compiler.is_compiling()):
+            elif self.scheme.is_dynamic or (positions.is_cpu and not torch.compiler.is_compiling()):
                 end = self.check_positions(positions, docs)
             positions = positions.to(tokens.device, non_blocking=True)
             self.check_length(end)
-            version = self.pos.set_length(end)
+            version = self.scheme.set_length(end)
             tokens = context.add(tokens, positions, docs, version)
-        context.tables = self.pos.tables(context)
+        context.tables = self.scheme.tables(context)
         context.tiles = {}
         return tokens, context
 
@@ -419,7 +454,7 @@ class GPT(nn.Module):
         context = Context()
         pos = torch.arange(n, device=self.embed.weight.device)
         context.add(pos[None], pos, None, None)
-        context.tables = self.pos.tables(context)
+        context.tables = self.scheme.tables(context)
         return context
 
     def check_positions(self, positions, docs=None):
@@ -429,7 +464,7 @@ class GPT(nn.Module):
         if docs is not None:
             gaps = gaps & (docs.cpu().diff() == 0)
         # Attention to far keys counts tokens, too.
-        counts = self.pos.counts_indices() or self.pos.scaling[0] in rope_scaling.ATTENTION
+        counts = self.scheme.counts_indices() or self.scheme.scaling[0] in rope_scaling.ATTENTION
         require(
             not (counts and gaps.any()),
             f"--pos={self.config.pos} uses distances between indices: give consecutive position "
@@ -444,7 +479,7 @@ class GPT(nn.Module):
         if torch.compiler.is_compiling() or end <= limit:
             return
         require(
-            not self.pos.bounded,
+            not self.scheme.bounded,
             f"--pos={self.config.pos} has no embedding for position {end - 1}: the context is "
             f"{limit} tokens, so use no more, or extend it by extend.py --method=pi",
         )
@@ -466,7 +501,7 @@ class GPT(nn.Module):
         is_number = isinstance(factor, int | float) and 1 <= factor < math.inf
         require(is_number, f"factor={factor!r} does not extend the context: give at least 1")
         before = config.extension or {"factor": 1.0, "layers": "full"}
-        has_full = type(self.pos) is RoPE and config.is_hybrid and "F" in config.layer_pattern
+        has_full = type(self.scheme) is RoPE and config.is_hybrid and "F" in config.layer_pattern
         if layers == "auto":
             layers = before.get("layers", "all") if has_full else "all"
         require(
@@ -488,7 +523,9 @@ class GPT(nn.Module):
 
     def extend_scheme(self, extension):
         layers = {"layers": "full"} if extension.get("layers") == "full" else {}
-        self.pos.extend(extension["method"], extension["factor"], **layers, **extension["options"])
+        self.scheme.extend(
+            extension["method"], extension["factor"], **layers, **extension["options"]
+        )
 
     def rope_wavelengths(self, window: bool = False) -> torch.Tensor:
         """The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
@@ -496,14 +533,17 @@ class GPT(nn.Module):
         They are the extended model's, and infinite if a pair is not rotated. window: for the layers
         with a window, whose wavelengths may differ. Raises UserError for a scheme without RoPE.
         """
-        require(isinstance(self.pos, RoPE), f"--pos={self.config.pos} has no wavelengths: use rope")
-        scheme = self.pos.local if window and self.pos.local else self.pos
+        require(
+            isinstance(self.scheme, RoPE), f"--pos={self.config.pos} has no wavelengths: use rope"
+        )
+        scheme = self.scheme.local if window and self.scheme.local else self.scheme
         return 2 * math.pi / scheme.inv_freq.cpu().double()
 
     def generate(
         self,
         tokens,
         max_new_tokens: int,
+        *,
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -528,8 +568,20 @@ class GPT(nn.Module):
         """
         from nanolong import inference
 
-        options = (temperature, top_k, top_p, generator, compiled, min_p, stop)
-        return inference.generate(self, tokens, max_new_tokens, *options)
+        sampling = inference.Sampling(temperature, top_k, top_p, min_p, generator)
+        return inference.generate(self, tokens, max_new_tokens, sampling, compiled, stop)
+
+    @torch.no_grad()
+    def generate_plainly(self, tokens, max_new_tokens, temperature=1.0):
+        """Continue a prompt (1, T) as generate() does, slowly: without a cache."""
+        for _ in range(max_new_tokens):
+            logits = self(tokens)[:, -1].float()
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                token = torch.multinomial((logits / temperature).softmax(-1), 1)
+            tokens = torch.cat((tokens, token), 1)
+            yield token
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors that a checkpoint stores, by name, a tied head once. LoRA replaces this."""
@@ -552,58 +604,6 @@ class GPT(nn.Module):
         from nanolong import run
 
         return run.load_model(cls, path, best, dtype, weights)
-
-
-def check_config(config):
-    """Refuse a GPTConfig that no model can have, or of which something would be ignored."""
-    for name, hint in get_type_hints(GPTConfig).items():
-        if get_origin(hint) is Literal:
-            value, choices = getattr(config, name), get_args(hint)
-            require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
-    require(0 <= config.dropout < 1, f"dropout={config.dropout} is no fraction below 1: give one")
-    require(0 <= config.p_rope <= 1, f"p_rope={config.p_rope} is no fraction: give one up to 1")
-    config.read_query_scale()
-    for name in ("embed_scale", "attn_scale", "rope_base"):
-        require(getattr(config, name) > 0, f"{name} must be above 0: give another")
-    pos, pattern, window = config.pos, config.layer_pattern, config.window
-    names = ", ".join(POSITIONS)
-    require(pos in POSITIONS, f"there is no scheme {pos!r}: give {names}, or --entry=FILE.py")
-    scheme = POSITIONS[pos]
-    # heads, and pairs of channels
-    n, n_kv = config.n_head, config.n_kv_head
-    require(n % n_kv == 0, f"n_head={n} is not divisible by n_kv_head={n_kv}: give a divisor")
-    paired = getattr(config, scheme.pairs, 0)
-    require(paired % 2 == 0, f"{scheme.pairs}={paired} is odd: --pos={pos} pairs channels")
-    n = int(config.rope_fraction * config.head_dim)
-    fits = n % 2 == 0 and n <= config.head_dim
-    require(
-        fits or not issubclass(scheme, RoPE),
-        f"rope_fraction={config.rope_fraction} rotates {n} of {config.head_dim} channels: give a "
-        "fraction that is an even number of them",
-    )
-    # kinds of layers
-    require(
-        pattern and set(pattern) <= set("FWNS") and len(pattern) <= config.n_layer,
-        f"layer_pattern={pattern!r} is no word of the letters F, W, N and S, at most one for each "
-        f"of {config.n_layer} layers: give one such as {'FFFN'[: config.n_layer]}",
-    )
-    require(
-        set(pattern).isdisjoint("WS") == (not window),
-        f"layer_pattern={pattern} and window={window} do not fit: give --window=N and a pattern "
-        "with W or S, or neither",
-    )
-    require(window or not config.sinks, "sinks stay visible beyond a window: give --window=N too")
-    hooks = ("rotate", "bias", "attend")
-    acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
-    require(
-        acts_in_layers or set(pattern).isdisjoint("NS"),
-        f"--pos={pos} acts in no layer, so none can be without positions: use F and W only",
-    )
-    require(
-        not config.rope_local_base or (scheme is RoPE and config.is_hybrid),
-        "rope_local_base is of rope in layers with a window, next to layers without one: give "
-        "--window=N and a --layer_pattern of both, such as WWWF",
-    )
 
 
 # -----------------------------------------------------------------------------
@@ -763,7 +763,7 @@ class NoPE(nn.Module):
         self.config = config
         self.scaling = "none", 1.0, {}  # method, factor and options of the last extend()
         self.position_scale = 1.0  # positions, or distances, are divided by this
-        self.score_scale = 1.0  # attention scores are multiplied by this
+        self.extra_scale = 1.0  # attention scores are multiplied by this
         self.is_dynamic = False  # True: the tables follow the length of the input
         self._length = None  # input length for which the dynamic tables were computed
         self._tables_version = None  # changes with the tables; cached keys are then stale
@@ -802,14 +802,36 @@ class NoPE(nn.Module):
         return kernels.attention(q, k, v, bias=bias, **context.mask(), **options)
 
     @classmethod
+    def overridden(cls):
+        """Return the names of the hooks that differ from those of NoPE."""
+        hooks = ("embed", "tables", "rotate", "bias", "attend")
+        return {hook for hook in hooks if getattr(cls, hook) is not getattr(NoPE, hook)}
+
+    @classmethod
+    def check_config(cls, config):
+        """Raise UserError for a GPTConfig that the scheme cannot have, or partly ignores."""
+        paired = getattr(config, cls.pairs, 0)
+        require(paired % 2 == 0, f"{cls.pairs}={paired} is odd: --pos={config.pos} pairs channels")
+        acts_in_layers = cls.overridden() & {"rotate", "bias", "attend"}
+        require(
+            acts_in_layers or set(config.layer_pattern).isdisjoint("NS"),
+            f"--pos={config.pos} acts in no layer, so none can be without positions: use F and W "
+            "only",
+        )
+        require(
+            not config.rope_local_base or (cls is RoPE and config.is_hybrid),
+            "rope_local_base is of rope in layers with a window, next to layers without one: give "
+            "--window=N and a --layer_pattern of both, such as WWWF",
+        )
+
+    @classmethod
     def counts_indices(cls):
         """Return whether position ids must be consecutive, because not all hooks read them.
 
         By default embed() and tables() read position ids, and other hooks count tokens. A bias
         adds to the scores by distances between indices, or sums along the text.
         """
-        hooks = ("embed", "tables", "rotate", "bias", "attend")
-        own = {hook for hook in hooks if getattr(cls, hook) is not getattr(NoPE, hook)}
+        own = cls.overridden()
         return "bias" in own or bool(own) and own.isdisjoint(("embed", "tables"))
 
     # Context extension.
@@ -819,7 +841,7 @@ class NoPE(nn.Module):
         self.check_method(method, options)
         self.scaling = method, factor, options
         self.position_scale = factor if method == "pi" else 1.0
-        self.score_scale = options.get("scale", 1.0)
+        self.extra_scale = options.get("scale", 1.0)
         self.is_dynamic = method.startswith("dynamic")
         self._length = self._tables_version = None
 
@@ -1191,6 +1213,18 @@ class RoPE(NoPE):
         self.far = None  # FarKeys, if far keys are not rotated as near ones are
         self.local = None
         self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
+
+    @classmethod
+    def check_config(cls, config):
+        super().check_config(config)
+        p = config.p_rope
+        require(0 <= p <= 1, f"p_rope={p} is no fraction: give one up to 1")
+        n = int(config.rope_fraction * config.head_dim)
+        require(
+            n % 2 == 0 and n <= config.head_dim,
+            f"rope_fraction={config.rope_fraction} rotates {n} of {config.head_dim} channels: give "
+            "a fraction that is an even number of them",
+        )
 
     def tables(self, context):
         """Compute cos and sin of position x frequency, float32 (T, R/2) or (B, T, R/2): for layers

@@ -91,12 +91,12 @@ class TrainConfig:
 
     @property
     def resumes(self):
-        """Whether training goes on in the folder of the run."""
+        """Whether training goes on in the folder of its run, instead of a new one."""
         return self.init_from == "resume"
 
     @property
     def continues(self):
-        """Whether it goes on from the step and the optimizer of the checkpoint."""
+        """Whether training goes on from the checkpoint's step, with its optimizer."""
         return self.resumes
 
 
@@ -159,7 +159,8 @@ class Batches:
         n = cfg.gradient_accumulation_steps
         self.sequences_per_step = n * cfg.batch_size
         self.tokens_per_step = self.sequences_per_step * train_length
-        # if the hidden states between blocks do not fit, an error, before the system ends the run
+        # Allocate what all blocks keep once: too large a batch fails here with our message, and not
+        # later by the system, which ends the process without one.
         size = (len(model.blocks), cfg.batch_size, train_length)
         torch.empty(*size, model.config.n_embd, device=self.device)
         # processes take the micro-batches of a step in turn
@@ -174,10 +175,12 @@ class Batches:
         """A micro-batch: arguments of the model by name, its scored tokens, and its seed."""
         cfg = self.cfg
         seed = ((cfg.seed << 40) + first) % (1 << 63)  # of dropout
-        what = (first, cfg.batch_size, self.train_length, cfg.seed, self.max_position)
-        parts = self.dataset.batch(*what)
+        parts = self.dataset.batch(
+            first, cfg.batch_size, self.train_length, cfg.seed, self.max_position
+        )
         x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
-        if pos is not None:  # checked here: on a GPU, each step would wait to read them
+        # Check here, because on a GPU each step would wait to read them.
+        if pos is not None:
             self.model.check_positions(pos, docs)
         return *model_inputs(x, y, pos, docs, self.device), seed
 
@@ -187,7 +190,9 @@ class Batches:
 
 
 def model_inputs(x, y, pos, docs, device):
-    """The arguments of the model by name, on the device, and how many targets are scored."""
+    """Move a batch to the device. Returns the model's arguments by name, and the number of scored
+    targets.
+    """
     inputs = {"tokens": x, "targets": y, "positions": pos, "docs": docs}
     n_targets = int((y.numpy() >= 0).sum())
     return {name: devices.to_device(part, device) for name, part in inputs.items()}, n_targets
@@ -207,9 +212,7 @@ def estimate_loss(model, dataset, cfg, stop=()):
 
 
 def sum_losses(model, dataset, cfg, stop):
-    """Sums over the validation sequences: of scored targets, of their losses in nats, of the losses
-    of targets that stand for text, and of its bytes, 0 if unknown; None at a stop signal.
-    """
+    """Return the Sums of the validation sequences over all processes; None at a stop signal."""
     rank, world = parallel.rank_and_world()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
@@ -236,15 +239,16 @@ def sum_losses(model, dataset, cfg, stop):
             losses = model(**inputs, reduction="none").cpu().double().numpy()
         if stop:  # the processes give up together
             continue
-        counts = [n_targets, losses.sum(), 0, 0]
+        batch_sums = data.Sums(n_targets, losses.sum(), 0, 0)
         if n_bytes is not None:
-            counts[2:] = losses[dataset.is_text(ids[1])].sum(), n_bytes.sum()
-        sums += torch.tensor(counts, dtype=torch.float64)
+            text_loss = losses[dataset.is_text(ids[1])].sum()
+            batch_sums = batch_sums._replace(text_loss=text_loss, n_bytes=n_bytes.sum())
+        sums += torch.tensor(batch_sums, dtype=torch.float64)
         rounds.show_loss(sums)
     if parallel.any_process(stop):
         return None
     model.train(was_training)
-    return parallel.sum_over_processes(sums).tolist()
+    return data.Sums(*parallel.sum_over_processes(sums).tolist())
 
 
 # -----------------------------------------------------------------------------
@@ -267,8 +271,8 @@ def forward_backward(forward, batches, state):
         parallel.set_gradient_sync(forward, number == batches.per_step - 1)
         with devices.autocast(device, getattr(torch, cfg.dtype)):
             loss_sum = forward(**inputs, reduction="sum")
-        # The mean loss if every target is scored. How many are is known only after the step, and
-        # update() corrects for it. DDP averages over processes, hence `n_processes`.
+        # Divide by all tokens of the step, because the number of scored targets is known only after
+        # it: update() corrects. DDP averages over processes, so multiply by their number.
         factor = state.loss_scale * n_processes / batches.tokens_per_step
         (loss_sum * factor).backward()
         batches.advance()
@@ -372,14 +376,17 @@ def fit(forward, optimizers, batches, state, stop, shown):
     model, cfg, dataset = batches.model, batches.cfg, batches.dataset
     last_eval = {"step": state.step}
     stopped = False
-    is_saved = cfg.resumes
-    is_evaluated = is_saved and parallel.broadcast(run.is_evaluated(cfg.out_dir, state.step))
+    saved_step = evaluated_step = None
+    if cfg.resumes:
+        saved_step = state.step
+        if parallel.broadcast(run.is_evaluated(cfg.out_dir, state.step)):
+            evaluated_step = state.step
     while True:
         # Save, then evaluate: before the first step, too. After a stop signal only save.
         is_due = state.step % cfg.eval_interval == 0 or state.step == cfg.last_step
-        if (is_due or stopped) and not is_saved:
+        if (is_due or stopped) and saved_step != state.step:
             run.save_step(model, optimizers, cfg, dataset, **asdict(state))
-        if is_due and not (stopped or is_evaluated):
+        if is_due and not stopped and evaluated_step != state.step:
             metrics = estimate_loss(model, dataset, cfg, stop)
             stopped = metrics is None
             if metrics:
@@ -389,10 +396,9 @@ def fit(forward, optimizers, batches, state, stop, shown):
                 shown.evaluation(state, metrics)
         if stopped or state.step >= cfg.last_step:
             return last_eval
-        is_saved = is_evaluated = False
 
-        # Forward and backward. The sums over all processes are read from the device together, for
-        # a step would wait for each read.
+        # Forward and backward. The sums over all processes are read from the device together,
+        # because a step waits for each read.
         sums = forward_backward(forward, batches, state)
         grads = optim.gradients(model)
         grad_norm = torch.nn.utils.get_total_norm(grads)

@@ -14,6 +14,7 @@ from data.dataset import (
     Dataset,
     Mixture,
     Split,
+    Sums,
     Text,
     find_documents,
     open_dataset,

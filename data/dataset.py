@@ -8,6 +8,7 @@ import functools
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,15 @@ def generator(*numbers):
 
 # -----------------------------------------------------------------------------
 # Sequences of a split
+
+
+class Sums(NamedTuple):
+    """Sums over the sequences of a validation."""
+
+    n_targets: float  # scored targets
+    loss: float  # their losses in nats
+    text_loss: float  # the losses of targets that stand for text
+    n_bytes: float  # bytes of these; 0: unknown
 
 
 class Split:
@@ -340,16 +350,18 @@ class Dataset(Text):
         return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))
 
     def combine(self, sums):
-        """The metrics of an evaluation, of what sum_losses() of train.py returned for each source:
-        of several as of a text with these fractions of its tokens.
+        """Return the metrics of an evaluation. sums: the Sums of each source.
+
+        Several sources count as a text that has these fractions of its tokens.
         """
-        by_token = [[x / n_targets for x in rest] for n_targets, *rest in sums]
-        loss, text_loss, n_bytes = map(self.weigh, zip(*by_token, strict=True))
-        metrics = {"val_loss": loss}
-        if all(bytes_of_source for *_, bytes_of_source in by_token):
+        losses = [x.loss / x.n_targets for x in sums]
+        metrics = {"val_loss": self.weigh(losses)}
+        if all(x.n_bytes for x in sums):
+            text_loss = self.weigh(x.text_loss / x.n_targets for x in sums)
+            n_bytes = self.weigh(x.n_bytes / x.n_targets for x in sums)
             metrics["val_bits_per_byte"] = text_loss / math.log(2) / n_bytes
         if len(sums) > 1:
-            for source, (loss, *_) in zip(self.sources, by_token, strict=True):
+            for source, loss in zip(self.sources, losses, strict=True):
                 metrics[f"val_loss_{Path(source.name).name}"] = loss
         return metrics
 

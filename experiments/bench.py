@@ -452,7 +452,8 @@ def sampling_generators(cfg, model, prompts, dtype):
 
     def generate(compiled, max_new_tokens, top_k=200):
         with devices.autocast(prompts.device, dtype):
-            tokens = model.generate(prompts, max_new_tokens, 0.8, top_k, compiled=compiled)
+            options = {"temperature": 0.8, "top_k": top_k, "compiled": compiled}
+            tokens = model.generate(prompts, max_new_tokens, **options)
             return torch.cat(list(tokens), 1)
 
     generators = {"ours": functools.partial(generate, False)}

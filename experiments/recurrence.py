@@ -57,7 +57,7 @@ def forward(model, tokens, memory, capacity):
         x = torch.cat((before, x), 1)
         n = x.shape[1]
         kept.append(x[:, max(0, n - capacity) :].detach())
-        x = block(x, model.pos, model.make_context(n))[:, -T:]
+        x = block(x, model.scheme, model.make_context(n))[:, -T:]
     return model.head(model.norm(x)), kept
 
 

@@ -105,9 +105,11 @@ def main(argv=None):
     entry.load_entries(cfg.entry, POSITIONS)
     model = GPT.load(args.paths[0]).to(devices.pick_device(cfg.device))
     config = model.config
-    is_known = isinstance(model.pos, RoPE) and not config.extension and model.meta.get("tokenizer")
+    is_known = (
+        isinstance(model.scheme, RoPE) and not config.extension and model.meta.get("tokenizer")
+    )
     require(is_known, f"{args.paths[0]} is no run of train.py --pos=rope on a text: give one")
-    shape = (config.rope_base, model.pos.rotary_dim, config.original_length, cfg.factor)
+    shape = (config.rope_base, model.scheme.rotary_dim, config.original_length, cfg.factor)
     # the first generation: the divisors of the methods that have none of their own
     plain, *known = (METHODS[m](*shape)[0] for m in ("none", "pi", "ntk", "ntk-parts"))
     start = [constrain((plain / inv_freq).numpy(), cfg.factor) for inv_freq in known]

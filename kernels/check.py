@@ -66,7 +66,7 @@ def find_fault(model, device, dtype):
 
 def make_inputs(model, length, device, dtype):
     """Random inputs of attention like the model's: a dict. The CPU's generator keeps its state."""
-    config, scheme = model.config, model.pos
+    config, scheme = model.config, model.scheme
     Hk = min(2, config.n_kv_head)
     H = Hk * config.n_head // config.n_kv_head
     heads = {"q": H, "k": Hk, "v": Hk}

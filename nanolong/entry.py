@@ -91,7 +91,7 @@ def check_hooks(file, scheme, base):
 
 def check_scheme(model):
     """Check the attributes and the hooks of a user's scheme. Raises UserError."""
-    scheme, config = model.pos, model.config
+    scheme, config = model.scheme, model.config
     if type(scheme) not in loaded or model.embed.weight.is_meta:
         return
     name = type(scheme).__name__

@@ -4,6 +4,7 @@ compiled, on a GPU to a CUDA graph.
 
 import contextlib
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -14,10 +15,19 @@ from nanolong.errors import UserError, require
 # Generation.
 
 
-def generate(
-    model, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p, stop
-):
+class Sampling(NamedTuple):
+    """How a token is drawn: options of GPT.generate()."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    generator: torch.Generator | None
+
+
+def generate(model, tokens, max_new_tokens, sampling, compiled, stop):
     """Implement GPT.generate(); a request that cannot be fulfilled is refused at once."""
+    temperature, top_k, top_p, min_p, _ = sampling
     given = f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k}"
     fits = max_new_tokens >= 0 and 0 <= temperature < math.inf and top_k >= 0
     require(fits, f"{given} are no numbers from 0 on: give others")
@@ -33,7 +43,6 @@ def generate(
     is_known = all(token in ids for token in stop)
     require(is_known, f"stop={stop} are no ids of a vocabulary of {len(ids)}: give token ids")
     stop = torch.tensor(sorted(stop), dtype=torch.int64, device=tokens.device)
-    sampling = (temperature, top_k, top_p, generator, min_p)
     steps = generate_tokens(model, tokens, max_new_tokens, sampling, compiled)
     return until_stopped(steps, stop) if len(stop) else steps
 
@@ -54,7 +63,7 @@ def until_stopped(steps, stop):
 def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
     """Yield the new tokens (B, 1) one at a time.
 
-    tokens: result of read_tokens(); sampling: arguments of sample_token() after the logits.
+    tokens: result of read_tokens().
     """
     total = tokens.shape[1] + max_new_tokens - 1  # the last token is not an input
     # Compiled, in steps of 256, so that a slightly longer prompt compiles nothing new.
@@ -76,7 +85,7 @@ def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
                 logits = compute_compiled(step, tokens, model)
         if number == 0 or logits.is_cpu:  # a GPU would be waited for once more at every token
             check_logits(logits)
-        tokens = sample_token(logits, *sampling)
+        tokens = sample_token(logits, sampling)
         yield tokens
 
 
@@ -105,7 +114,7 @@ def compute_compiled(step, tokens, model):
     try:
         return step(tokens)
     except torch_private.graph_errors() as error:
-        name = type(model.pos).__name__
+        name = type(model.scheme).__name__
         problem = f"the decoding step of {name} cannot be compiled: leave out --compile"
         raise UserError(problem) from error
 
@@ -116,8 +125,9 @@ def check_logits(logits):
     require(logits.isfinite().all(), f"the model's logits are not numbers: {remedy}")
 
 
-def sample_token(logits, temperature, top_k, top_p, generator, min_p=0.0):
+def sample_token(logits, sampling):
     """Sample a token for each row of logits (B, V), float32: int64 (B, 1)."""
+    temperature, top_k, top_p, min_p, generator = sampling
     if temperature < 1e-5 or top_k == 1:
         return logits.argmax(-1, keepdim=True)
     p, token_ids = token_probabilities(logits, temperature, top_k, top_p, min_p)
@@ -179,7 +189,7 @@ def check_length(model, n_tokens, max_new_tokens):
     limit = model.config.block_size
     most = max(0, limit + 1 - n_tokens)  # the last token is not an input
     require(
-        not model.pos.bounded or max_new_tokens <= most and n_tokens <= limit,
+        not model.scheme.bounded or max_new_tokens <= most and n_tokens <= limit,
         f"{n_tokens} prompt tokens and {max_new_tokens} new ones are more than the {limit} "
         f"positions of --pos={model.config.pos}: ask for at most --max_new_tokens={most}, or "
         "shorten the prompt",
@@ -199,7 +209,9 @@ def check_compiles(model, length, max_new_tokens):
 
 def tables_change(model, short, long):
     """Whether the scheme's tables change between `short` and `long` tokens."""
-    return model.pos.is_dynamic or model.pos.set_length(short) != model.pos.set_length(long)
+    return model.scheme.is_dynamic or model.scheme.set_length(short) != model.scheme.set_length(
+        long
+    )
 
 
 class FixedShapeStep:

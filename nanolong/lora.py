@@ -41,7 +41,7 @@ def add_updates(model, rank, alpha, also=(), seed=0):
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         is_norm = name.split(".")[-2].endswith("norm")
-        is_embedding = name.startswith(("embed.", "pos."))
+        is_embedding = name.startswith(("embed.", "scheme."))
         p.requires_grad_(("norms" in also and is_norm) or ("embeddings" in also and is_embedding))
     for block in model.blocks:
         layer = block.attention

@@ -75,11 +75,11 @@ def note_length(cfg, model, folder, prompts):
     config = model.config
     context = config.block_size
     total = max(len(prompt.ids) for prompt in prompts) + cfg.max_new_tokens
-    if total <= context or model.pos.bounded:
+    if total <= context or model.scheme.bounded:
         return
     advice = ""
     # not of a model whose method replaces attention: the default would take its place
-    if getattr(model.pos, "far", None) is None:
+    if getattr(model.scheme, "far", None) is None:
         words = ["python", "extend.py", str(folder)]
         words.append(f"--factor={math.ceil(total / config.block_size)}")
         words += [f"--entry={','.join(cfg.entry)}"] if cfg.entry else []
@@ -136,9 +136,10 @@ def continue_text(cfg, model, tokenizer, prompt, seed, compiled):
     stream = TextStream(tokenizer, prompt.end_ids, ends)
     ids = torch.tensor([prompt.ids], device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    sampling = (cfg.temperature, cfg.top_k, cfg.top_p, generator, compiled, cfg.min_p)
+    sampling = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    sampling |= {"generator": generator, "compiled": compiled}
     text = prompt.text
-    for token in model.generate(ids, cfg.max_new_tokens, *sampling):
+    for token in model.generate(ids, cfg.max_new_tokens, **sampling):
         yield text + stream.add(token.item())
         text = ""
         if stream.is_done:

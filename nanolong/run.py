@@ -35,9 +35,9 @@ from nanolong import entry, parallel
 from nanolong.errors import UserError, require
 from nanolong.strict_json import from_json, replace_text, to_json
 
-FORMAT = 7  # of checkpoints, in meta.json
+FORMAT = 8  # of checkpoints, in meta.json
 # older formats, and the last commit that reads each
-READ_BY = {6: "5436555", 5: "b046c6d", 4: "b046c6d"}
+READ_BY = {7: "d5462f6", 6: "5436555", 5: "b046c6d", 4: "b046c6d"}
 # Settings that a resumed run does not take over, and their defaults.
 OF_ONE_COMMAND = {"stop_at": 0, "overwrite": False, "entry": (), "text": "", "out_dir": ""}
 
@@ -387,7 +387,7 @@ def load_weights(model, tensors, dtype):
     for name, x in tensors.items():
         module = model.get_submodule(name.rpartition(".")[0])
         is_matrix = isinstance(module, torch.nn.Linear | torch.nn.Embedding)
-        is_matrix = is_matrix and not name.startswith("pos.")
+        is_matrix = is_matrix and not name.startswith("scheme.")
         tensors[name] = x.to((dtype or x.dtype) if is_matrix else torch.float32)
     if model.config.tie_embeddings:
         tensors["head.weight"] = tensors["embed.weight"]

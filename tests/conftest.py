@@ -257,7 +257,7 @@ def make():
         model = GPT(GPTConfig(**{**defaults, **settings}))
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p.normal_(0, 1.0 if name.startswith("pos.") else 0.3)
+                p.normal_(0, 1.0 if name.startswith("scheme.") else 0.3)
         return model.eval()
 
     return make

@@ -183,25 +183,30 @@ def position_terms(model, layer, T):
     d = [n / factors.get(ext["method"], 1) for n in range(T)]
     half = max(1, c.original_length // 2)
     if pos in BIASES:
-        return torch.stack([BIASES[pos](model.pos, n) for n in d], 1)[:, distance], None, None, None
+        return (
+            torch.stack([BIASES[pos](model.scheme, n) for n in d], 1)[:, distance],
+            None,
+            None,
+            None,
+        )
     if pos == "shaw":
-        rows = [shaw_vectors(model.pos, n, layer, min(128, half)) for n in d]
+        rows = [shaw_vectors(model.scheme, n, layer, min(128, half)) for n in d]
         keys, values = (torch.stack(part)[None][:, distance] for part in zip(*rows, strict=True))
         return None, keys, values, None
     if pos == "nezha":
-        table = torch.stack([nezha_vector(model.pos, n, min(64, half)) for n in d])[None][
+        table = torch.stack([nezha_vector(model.scheme, n, min(64, half)) for n in d])[None][
             :, distance
         ]
         return None, table, table, None
     if pos == "xl":
-        keys = torch.stack([transformer_xl_keys(model.pos, n, layer) for n in d], 1)[:, distance]
-        return None, keys, None, (model.pos.u.double(), model.pos.v.double())
+        keys = torch.stack([transformer_xl_keys(model.scheme, n, layer) for n in d], 1)[:, distance]
+        return None, keys, None, (model.scheme.u.double(), model.scheme.v.double())
     return None, None, None, None
 
 
 def forgotten(w, h, layer):
     """The sums of log f_t over j < t <= i, by query i and key j: (B, H, T, T)."""
-    log_f = (h @ w["pos.weight"][layer].T + w["pos.gate_bias"][layer]).sigmoid().log().mT
+    log_f = (h @ w["scheme.weight"][layer].T + w["scheme.gate_bias"][layer]).sigmoid().log().mT
     i, j, t = torch.meshgrid(*[torch.arange(h.shape[1])] * 3, indexing="ij")
     return torch.einsum("bht,ijt->bhij", log_f, ((j < t) & (t <= i)).double())
 
@@ -293,7 +298,7 @@ def logits(model, tokens, pos=None, docs=None, maps=None):
     pos = torch.arange(tokens.shape[1]) if pos is None else pos
     x = w["embed.weight"][tokens] * c.embed_scale
     if c.pos == "learned":
-        x = x + w["pos.table"][pos]
+        x = x + w["scheme.table"][pos]
     elif c.pos == "sinusoidal":
         s = c.extension["factor"] if c.extension and c.extension["method"] == "pi" else 1
         x = x + 0.02 * math.sqrt(2) * torch.stack([sinusoid(n / s, c.n_embd) for n in pos.tolist()])

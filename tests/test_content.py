@@ -42,8 +42,8 @@ def test_autocast_rounds_nothing_that_is_summed(pos, make):
     results = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            bias = model.pos.bias(x, 1, context)
-            results.append([*model.pos.rotate(q, k, x, 1, context), q if bias is None else bias])
+            bias = model.scheme.bias(x, 1, context)
+            results.append([*model.scheme.rotate(q, k, x, 1, context), q if bias is None else bias])
     for plain, autocast in zip(*results, strict=True):
         assert torch.equal(plain, autocast)
 

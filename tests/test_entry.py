@@ -51,7 +51,7 @@ def test_an_entry_may_be_loaded_twice_and_its_functions_compiled(entry, make, tm
     assert load_entry(entry, POSITIONS) == "my decay"
     model = make(pos="my decay")
     assert load_entries([entry], POSITIONS) == ["my decay"]
-    assert POSITIONS["my decay"] is type(model.pos)
+    assert POSITIONS["my decay"] is type(model.scheme)
     tokens = torch.randint(0, 50, (1, 20))
     assert torch.equal(torch.compile(model, backend="eager")(tokens), model(tokens))
     # a file with the name of a module that is in use does not replace it

@@ -48,7 +48,7 @@ def test_ssmax_multiplies_scores_by_s_log_n(settings, make):
     """
     model = make(pos="ssmax", **settings)
     expected = make(query_scale="logn:2", **settings)
-    s = model.pos.s * math.log(2)
+    s = model.scheme.s * math.log(2)
     assert s.shape == (2, 4)
     for block, factors in zip(expected.blocks, s, strict=True):
         block.attention.q.weight *= factors.repeat_interleave(8)[:, None]
@@ -106,14 +106,14 @@ def test_one_layer_has_the_golden_numbers(case):
     for projection, (seed, rows) in ((layer.q, (2, 32)), (layer.k, (3, 16)), (layer.v, (4, 16))):
         projection.weight.copy_(numbers(seed, rows, 16, size=0.5))
     for name, value in golden_parameters(pos).items():
-        p = getattr(model.pos, name)
+        p = getattr(model.scheme, name)
         p.copy_(value.reshape(p.shape))
     if pos == "repo":
-        model.pos.first_layer = 0
+        model.scheme.first_layer = 0
     docs = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]) if mask == "docs" else None
     context = model.make_context(7)
     context.docs = docs
-    y = layer(numbers(1, 7, 16)[None], model.pos, context)[0]
+    y = layer(numbers(1, 7, 16)[None], model.scheme, context)[0]
     found = torch.cat((y[-1, :4], y.sum()[None]))
     expected = torch.tensor([float(x) for x in GOLDEN[case].split()], dtype=torch.float64)
     limit = 2e-6 if "rope" in pos.split("-") else 1e-9 if pos != "grape" else 1e-5
@@ -159,5 +159,5 @@ def test_a_scheme_goes_from_training_to_sampling(name, call, text_data, tmp_path
         assert token == model(text)[0, -1].argmax()
         text = torch.cat((text, token), 1)
     if name == "ssmax":
-        s = model.pos.s
-        assert s.shape == (2, 2) and (s != model.pos.initial_s).all()  # trained, and saved
+        s = model.scheme.s
+        assert s.shape == (2, 2) and (s != model.scheme.initial_s).all()  # trained, and saved

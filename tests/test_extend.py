@@ -124,7 +124,7 @@ def test_the_default_method_is_one_that_the_scheme_has(pos, method, save_run, ca
     advice = f"; to extend it: python extend.py {run} --factor=2"
     assert assert_success(done).stderr.endswith(f"{advice}\n")
     done = assert_success(call("extend.py", run, "--factor=2", "--max_iters=0"))
-    others = [name for name in GPT.load(run).pos.methods if name != method]
+    others = [name for name in GPT.load(run).scheme.methods if name != method]
     also = ", ".join(others) or "no other"
     assert f"\n--method={method} by default; {pos} also has {also}\n" in done.stdout
     assert GPT.load(f"{run}-{method}2-zero").config.extension["method"] == method

@@ -169,7 +169,7 @@ def test_a_fault_is_noticed(name, hf, tmp_path, monkeypatch):
         model.blocks[1].attention.window = 0
     elif name == "frequencies":  # of the slowest pair
         model.config.extension["factor"] = 7.9
-        model.pos.inv_freq[-1] *= 8 / 7.9
+        model.scheme.inv_freq[-1] *= 8 / 7.9
     elif name == "head":
         model.head.weight.data = model.head.weight * 1.001
     elif name == "far":

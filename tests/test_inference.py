@@ -48,7 +48,7 @@ def test_a_model_in_training_samples_without_dropout(make, monkeypatch):
         tokens.append(token)
     assert torch.equal(torch.cat(tokens, 1), expected)
 
-    monkeypatch.setattr(model.pos, "embed", MagicMock(side_effect=RuntimeError("out of memory")))
+    monkeypatch.setattr(model.scheme, "embed", MagicMock(side_effect=RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
         next(model.generate(prompt, 9))
     assert [module.training for module in model.modules()] == modes

@@ -61,7 +61,7 @@ def test_loss_and_gradients_are_those_of_the_merged_matrices(settings, also, mak
         assert_close((A.grad, B.grad), (SCALE * B.T @ dW, SCALE * dW @ A.T))
     for name, grad in wanted.items():
         is_norm = name.split(".")[-2].endswith("norm") and "norms" in also
-        is_embedding = name.startswith(("embed.", "pos.")) and "embeddings" in also
+        is_embedding = name.startswith(("embed.", "scheme.")) and "embeddings" in also
         assert_close(model.get_parameter(name).grad, grad if is_norm or is_embedding else None)
     with torch.no_grad():
         assert_close(model.eval()(x), merged.eval()(x))

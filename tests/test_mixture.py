@@ -161,7 +161,10 @@ def test_a_mixture_has_the_largest_vocabulary_of_its_datasets(short, tmp_path):
         dataset = data.open_dataset(words)
         assert dataset.vocab_size == data.vocabulary_size(words) == 300
         assert dataset.batch(0, 40, 16, 1)[1].max() == 299
-        sums = {str(short): [2.0, 4.0, 3.0, 2.0], str(wider): [2.0, 8.0, 0.0, 0.0]}
+        sums = {
+            str(short): data.Sums(2.0, 4.0, 3.0, 2.0),
+            str(wider): data.Sums(2.0, 8.0, 0.0, 0.0),
+        }
         found = dataset.combine([sums[source.name] for source in dataset.sources])
         assert found == {"val_loss": 3.0, "val_loss_short": 2.0, "val_loss_wider": 4.0}
 

@@ -48,7 +48,7 @@ def test_schemes_share_every_other_initial_weight():
         torch.manual_seed(5)
         model = GPT(GPTConfig(pos=pos, n_embd=32, n_head=4, n_layer=2))
         named = model.named_parameters()
-        weights.append({name: p for name, p in named if not name.startswith("pos.")})
+        weights.append({name: p for name, p in named if not name.startswith("scheme.")})
     for others in weights[1:]:
         assert others.keys() == weights[0].keys()
         for name, p in others.items():

@@ -171,20 +171,20 @@ def test_only_absolute_schemes_notice_that_all_positions_are_shifted(pos, make):
 def test_constants_keep_their_dtype_and_are_not_saved(pos, make):
     """model.bfloat16() must not round frequencies, slopes or buckets."""
     model = make(pos=pos)
-    constants = {name: x for name, x in vars(model.pos).items() if torch.is_tensor(x)}
+    constants = {name: x for name, x in vars(model.scheme).items() if torch.is_tensor(x)}
     has_none = pos in ("nope", "learned", "shaw", "kerple", "kerple-power", "fox")
     assert pos not in BUILT_IN or bool(constants) != has_none
     model.bfloat16()
     for name, tensor in constants.items():
-        assert getattr(model.pos, name).dtype == tensor.dtype
-        assert torch.equal(getattr(model.pos, name), tensor)
+        assert getattr(model.scheme, name).dtype == tensor.dtype
+        assert torch.equal(getattr(model.scheme, name), tensor)
     if pos != "alibi" and pos != "t5" and pos in BUILT_IN:
         assert all(tensor.dtype == torch.float64 for tensor in constants.values())
-    saved = {name for name in model.state_dict() if name.startswith("pos.")}
-    assert saved == {f"pos.{name}" for name, _ in model.pos.named_parameters()}
+    saved = {name for name in model.state_dict() if name.startswith("scheme.")}
+    assert saved == {f"scheme.{name}" for name, _ in model.scheme.named_parameters()}
     assert model(torch.zeros(1, 5, dtype=torch.long)).dtype == torch.bfloat16
     model.to("meta")
-    assert all(getattr(model.pos, name).is_meta for name in constants)
+    assert all(getattr(model.scheme, name).is_meta for name in constants)
 
 
 def test_transformer_xl_tells_great_distances_apart_under_autocast():
@@ -217,7 +217,7 @@ def test_beyond_the_context_a_scheme_warns_or_refuses(pos, make):
         warnings.simplefilter("error")
         model(torch.zeros(1, 24, dtype=torch.long))
     tokens = torch.zeros(1, 25, dtype=torch.long)
-    if model.pos.bounded:
+    if model.scheme.bounded:
         with pytest.raises(UserError, match="no embedding for position 24"):
             model(tokens)
         assert len(list(model.generate(tokens[:, :20], 5))) == 5  # the last is not an input
@@ -271,7 +271,7 @@ def test_nothing_is_read_from_the_device_or_computed_elsewhere(pos, method, make
     if method is not None:
         model.extend(method, 2)
     model.to("meta")
-    tokens = torch.zeros(2, 24 if model.pos.bounded else 60, dtype=torch.long, device="meta")
+    tokens = torch.zeros(2, 24 if model.scheme.bounded else 60, dtype=torch.long, device="meta")
     positions = torch.arange(tokens.shape[1]).to("meta")
     with Operators() as operators:
         assert model(tokens).is_meta

@@ -70,7 +70,7 @@ class Copier(torch.nn.Module):
     def __init__(self, pos, config, copied=0.9):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.pos = pos
+        self.scheme = pos
         self.config = config
         self.copied = np.broadcast_to(copied, 50)
         self.meta = {}
@@ -101,7 +101,7 @@ def measured(text, monkeypatch, make):
 
         files = files or [text, text[::-1].copy()]
         nope = make(pos="nope", block_size=LONG)
-        model = model or Copier(nope.pos, nope.config, copied)
+        model = model or Copier(nope.scheme, nope.config, copied)
 
         class Two:
             val = Split(list(map(str, range(len(files)))), 50, bos, files)

@@ -62,7 +62,7 @@ def test_weights_are_stored_and_loaded_to_the_bit_in_either_dtype(pos, make, tmp
         assert again.stored_dtype == torch.bfloat16
         assert again.head.weight is again.embed.weight
         for name, p in again.named_parameters():
-            is_matrix = "norm" not in name and not name.startswith("pos.")
+            is_matrix = "norm" not in name and not name.startswith("scheme.")
             assert p.dtype == ((dtype or torch.bfloat16) if is_matrix else torch.float32), name
             assert p.float().equal(rounded[name].float())
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_read_here_is_refused(folder, monkeypatch):
     meta = json.loads(file.read_text())
     for change, message in (
         ({"config": {**meta["config"], "window": 5}}, "damaged"),
-        ({"format": 3}, "has format 3, and this version reads 7: use the version that wrote it"),
+        ({"format": 3}, "has format 3, and this version reads 8: use the version that wrote it"),
     ):
         file.write_text(json.dumps({**meta, **change}))
         with pytest.raises(UserError, match=message):

@@ -209,7 +209,7 @@ def test_optimizers_hold_every_parameter_once(pos, tied, kind):
     not_decayed = {id(p) for group in groups if not group["weight_decay"] for p in group["params"]}
     expected = set()
     for name, p in model.named_parameters():
-        if p.dim() < 2 or name.startswith("pos."):
+        if p.dim() < 2 or name.startswith("scheme."):
             expected.add(id(p))
     assert not_decayed == expected
 
@@ -333,7 +333,7 @@ def test_the_last_two_checkpoints_and_the_best_are_kept(cfg, monkeypatch):
 def test_a_parameter_without_a_gradient_is_named(call, text_data, tmp_path):
     words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     refused = call(*words, "--pos=kerple", "--layer_pattern=N")
-    assert_refused(refused, "pos.r1 gets no gradient", "--pos=nope")
+    assert_refused(refused, "scheme.r1 gets no gradient", "--pos=nope")
 
 
 def test_the_losses_of_the_debug_preset_are_these(call, tmp_path):

@@ -126,7 +126,7 @@ def token_losses(model, x, y):
     """
     length = x.shape[1]
     # A method whose tables depend on the length has to see the whole sequence at once.
-    if length <= CHUNK or model.pos.set_length(CHUNK) != model.pos.set_length(length):
+    if length <= CHUNK or model.scheme.set_length(CHUNK) != model.scheme.set_length(length):
         return model(x, y, reduction="none")
     cache = model.cache_class(capacity=length)
     losses = []

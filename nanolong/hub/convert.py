@@ -247,7 +247,7 @@ def find_obstacles(model, name, family):
         found[f"layers of the kinds {''.join(sorted(kinds))}"] = f"--layer_pattern={needed}"
     if config.n_embd % config.n_head and name in ("llama", "smollm3", "gemma3_text"):
         found[f"--n_head={config.n_head}"] = f"an --n_head that divides {config.n_embd}"
-    if getattr(model.pos, "local", None) and kinds >= {"F", "W"} and not family.by_kind:
+    if getattr(model.scheme, "local", None) and kinds >= {"F", "W"} and not family.by_kind:
         found["RoPE that differs in layers with a window"] = "--rope_local_base=0 and --layers=all"
     return found
 
@@ -288,9 +288,9 @@ def write_ropes(model, family):
         has_window = config.uses_window(layer)
         if has_window in ropes or not has_positions(config, layer):
             continue
-        scheme = model.pos.of_layer(layer)
+        scheme = model.scheme.of_layer(layer)
         own = scheme.config
-        if scheme is not model.pos:
+        if scheme is not model.scheme:
             # it has the base of its layers, and maybe the extension of the model
             extends_all = config.extension and "layers" not in config.extension
             own = dataclasses.replace(own, block_size=config.block_size)
@@ -329,7 +329,7 @@ def scale_queries(model, name, x, factors, c):
         return x
     layer = int(match[1])
     scheme = model.scheme_of(layer)
-    scale = torch.full((config.head_dim,), float(scheme.score_scale))
+    scale = torch.full((config.head_dim,), float(scheme.extra_scale))
     if not hasattr(c, "attention_multiplier"):
         scale *= config.attn_scale
     if config.pos == "rope" and config.uses_positions(layer):

@@ -293,7 +293,8 @@ GPT2 = derive(
         "n_kv_head": None,
     },
     top=table(
-        "transformer.wpe.weight=pos.table transformer.wte=embed transformer.ln_f=norm lm_head=head"
+        "transformer.wpe.weight=scheme.table transformer.wte=embed transformer.ln_f=norm "
+        "lm_head=head"
     ),
     layer=table(
         f"ln_1=attention_norm ln_2=mlp_norm attn.c_attn={QKV} attn.c_proj=attention.o "

@@ -149,7 +149,7 @@ def check_method(method, options):
     )
 
 
-def write_rope(config, pos, family):
+def write_rope(config, scheme, family):
     """Return rope_parameters with the frequencies of a RoPE, and the factor of cos and sin there.
 
     They are the first of candidates() from which transformers computes these frequencies.
@@ -157,10 +157,10 @@ def write_rope(config, pos, family):
     extension = config.extension or {"method": "none", "options": {}}
     method = extension["method"]
     check_method(method, extension["options"])
-    if pos.is_dynamic:
-        pos = copy.deepcopy(pos)  # the model's follows the length of its inputs
-        pos.update_tables(config.block_size)
-    for p in candidates(config, pos):
+    if scheme.is_dynamic:
+        scheme = copy.deepcopy(scheme)  # the model's follows the length of its inputs
+        scheme.update_tables(config.block_size)
+    for p in candidates(config, scheme):
         if p["rope_type"] not in (family.rope_types or OPTIONS):
             continue
         if p["rope_type"] != "default":
@@ -175,7 +175,7 @@ def write_rope(config, pos, family):
             head_dim=config.head_dim,
         )
         inv_freq, factor = compute(c, c.rope_parameters)
-        if torch.allclose(inv_freq.double(), pos.inv_freq, rtol=3e-6, atol=1e-20):
+        if torch.allclose(inv_freq.double(), scheme.inv_freq, rtol=3e-6, atol=1e-20):
             return p, factor
     raise UserError(
         f"RoPE by method {method!r} has no equivalent in this family of transformers: choose "
@@ -183,15 +183,15 @@ def write_rope(config, pos, family):
     )
 
 
-def candidates(config, pos):
+def candidates(config, scheme):
     """Yield rope_parameters that may have the frequencies of a RoPE."""
     extension = config.extension or {"method": "none", "factor": 1.0, "options": {}}
     factor = float(extension["factor"])
     options = {key: value for key, value in extension["options"].items() if value is not None}
     base = {"rope_theta": float(config.rope_base)}
-    plain = rope_scaling.none(config.rope_base, pos.rotary_dim, 1, 1.0)[0]
+    plain = rope_scaling.none(config.rope_base, scheme.rotary_dim, 1, 1.0)[0]
     # a pair of frequency 0 would have an infinite divisor, which JSON does not have
-    table = (plain / pos.inv_freq).clamp(max=1e30).tolist()
+    table = (plain / scheme.inv_freq).clamp(max=1e30).tolist()
     length = max(config.original_length, 2)
     ratio = max(config.block_size / length, 1.0)
     # mlx-lm multiplies by this factor, whatever is said here: the queries get the rest
@@ -203,9 +203,9 @@ def candidates(config, pos):
         yield longrope | {key: options[key] for key in OPTIONS["longrope"]}
         return
     yield {"rope_type": "default", **base}
-    if pos.rotary_dim > 2 and pos.inv_freq[-1] > 0 and pos.attention_factor == 1:
+    if scheme.rotary_dim > 2 and scheme.inv_freq[-1] > 0 and scheme.attention_factor == 1:
         # another base: the slowest pair has base^(-(dim - 2) / dim)
-        slowest = pos.inv_freq[-1].item() ** (-pos.rotary_dim / (pos.rotary_dim - 2))
+        slowest = scheme.inv_freq[-1].item() ** (-scheme.rotary_dim / (scheme.rotary_dim - 2))
         yield {"rope_type": "default", "rope_theta": slowest}
     yield {"rope_type": "linear", **base, "factor": factor}
     own = {key: options[key] for key in OPTIONS["yarn"] if key in options}

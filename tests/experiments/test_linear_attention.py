@@ -28,7 +28,7 @@ def test_attention_is_the_formula(fraction, make):
     model = make(pos="linear_attention", rope_fraction=fraction, n_kv_head=2).double()
     q, k, v = (4 * torch.randn(2, heads, 77, 8, dtype=torch.float64) for heads in (4, 2, 2))
     context = model.make_context(77)
-    y = model.pos.attend(q, k, v, None, 0, context, window=0, sinks=0, scale=0.3)
+    y = model.scheme.attend(q, k, v, None, 0, context, window=0, sinks=0, scale=0.3)
     k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     q, k = F.elu(q) + 1, F.elu(k) + 1
     weights = (rotate(q, fraction) @ rotate(k, fraction).mT).tril()

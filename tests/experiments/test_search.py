@@ -42,6 +42,6 @@ def test_the_table_extends_the_model(call, save_run, tmp_path):
     assert_success(call("experiments/search.py", run, *words, f"--out={file}"))
     words = ["--method=longrope", "--factor=2", f"--options={file}", "--max_iters=0"]
     assert_success(call("extend.py", run, *words, f"--out_dir={tmp_path}/longer"))
-    table = (GPT.load(run).pos.inv_freq / GPT.load(tmp_path / "longer").pos.inv_freq).tolist()
+    table = (GPT.load(run).scheme.inv_freq / GPT.load(tmp_path / "longer").scheme.inv_freq).tolist()
     assert table == pytest.approx(sorted(json.loads(file.read_text())["long_factor"]))
     assert_refused(call("experiments/search.py", tmp_path / "longer"), "give one")
