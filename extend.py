@@ -111,7 +111,9 @@ def run_defaults(given, paths):
     run.load_model(GPT, folder, weights=False)  # refuses a scheme whose --entry is not given
     meta = run.read_meta(folder)
     methods = POSITIONS[meta["config"]["pos"]].methods
-    method = next((name for name in ("yarn", "pi") if name in methods), "none")
+    before = meta["config"]["extension"] or {"method": "none"}
+    preferred = (before["method"],) if before["method"] != "none" else ("yarn", "pi")
+    method = next((name for name in preferred if name in methods), "none")
     asked = {"method": method, "factor": ExtendConfig.factor, **given}
     out_dir = given.get("out_dir") or default_out_dir(parent, asked, meta["config"]["extension"])
     saved = run.settings_to_resume(given, out_dir)
@@ -125,13 +127,14 @@ def default_out_dir(parent, asked, before):
     """RUN-yarn4, RUN-yarn4-beta_fast=16, RUN-yarn4-lora8 or without training RUN-yarn4-zero; a
     folder that is extended again has both factors.
 
-    before: extension of the model, or None: out/rope-yarn4 extended by ntk is out/rope-ntk8.
+    before: extension of the model, or None: out/rope-yarn4 extended by 2 is out/rope-yarn8.
     """
     factor = asked["factor"]
     name = str(parent)
     own_suffix = f"-{before['method']}{before['factor']:g}" if before else None
     stem, found, kind = name.rpartition(own_suffix) if before else (name, "", "")
-    if found and re.fullmatch(r"(-zero|-lora\d+)?", kind) and factor > 1:
+    multiplies = before and before["method"] in ("none", asked["method"])
+    if found and multiplies and re.fullmatch(r"(-zero|-lora\d+)?", kind) and factor > 1:
         name = stem
         factor *= before["factor"]
     words = [f"{name}-{asked['method']}{factor:g}"]

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import kernels
 import rope_scaling
-from nanolong.errors import require
+from nanolong.errors import UserError, require
 
 
 class ContextLengthWarning(UserWarning):
@@ -491,8 +491,10 @@ class GPT(nn.Module):
     def extend(self, method: str, factor: float, layers: str = "auto", **options) -> None:
         """Extend the context by factor, in place; weights change for learned embeddings only.
 
-        A second extension replaces the method and multiplies the factors. Raises UserError, with
-        nothing changed, for what the scheme cannot do.
+        A second extension by the same method multiplies the factors. Another method is refused,
+        because it would throw away frequencies that the weights were trained with, but for abf and
+        the methods that replace attention: these keep them. The method none counts as no extension.
+        Raises UserError, with nothing changed, for what the scheme cannot do.
 
         layers: "full", of a hybrid with RoPE only layers without a window, or "all". By default as
         before, and at first full where that is possible: a window hides what lies farther away.
@@ -500,32 +502,66 @@ class GPT(nn.Module):
         config = self.config
         is_number = isinstance(factor, int | float) and 1 <= factor < math.inf
         require(is_number, f"factor={factor!r} does not extend the context: give at least 1")
-        before = config.extension or {"factor": 1.0, "layers": "full"}
+        before = config.extension or {"method": "none", "factor": 1.0, "options": {}}
         has_full = type(self.scheme) is RoPE and config.is_hybrid and "F" in config.layer_pattern
         if layers == "auto":
-            layers = before.get("layers", "all") if has_full else "all"
+            is_full = not config.extension or "layers" in before
+            layers = "full" if has_full and is_full else "all"
         require(
             layers == "all" or (layers == "full" and has_full),
             "--layers=full is for rope if some layers have a window, and others have positions and "
             "no window: give --layers=all",
         )
-        extension = {
-            "method": method,
-            "factor": factor * before["factor"],
-            "options": options,
-            "original_length": config.original_length,
-        }
+        extension = {"method": method, "factor": factor, "options": options}
+        if before["method"] in ("none", method):
+            if method == before["method"]:
+                extension["options"] = {**before["options"], **options}
+            extension["factor"] *= before["factor"]
+            extension |= {"original_length": config.original_length}
+            extension |= {name: before[name] for name in ("under",) if name in before}
+            # exact for our own lengths; a file may have another one than its method's
+            length = config.original_length * before["factor"]
+            length = length if round(length) == config.block_size else config.block_size
+        else:
+            self.check_second_method(method, before)
+            length = config.block_size
+            if before["method"] == "longrope":  # its long table stays, at every length
+                before = {**before, "options": {**before["options"], "length": length}}
+            extension |= {"original_length": length, "under": before}
         if layers == "full":
             extension["layers"] = "full"
-        self.extend_scheme(extension)
-        config.block_size = round(extension["original_length"] * extension["factor"])
-        config.extension = extension
+        length = round(factor * length)
+        require(
+            factor == 1 or length > config.block_size,
+            f"factor={factor} leaves the context length at {length} tokens: give a larger one",
+        )
+        old = config.block_size, config.extension
+        config.block_size, config.extension = length, extension
+        try:
+            self.extend_scheme(extension)
+        except UserError:
+            config.block_size, config.extension = old
+            raise
+
+    def check_second_method(self, method, before):
+        """Raise UserError unless a method keeps the frequencies of the one before it."""
+        name = before["method"]
+        keeps = method == "abf" or method in rope_scaling.ATTENTION
+        is_fixed = name == "longrope" or not self.scheme.is_dynamic
+        is_fixed = is_fixed and name not in rope_scaling.ATTENTION
+        has_base = isinstance(self.scheme, RoPE) and name != "drope"
+        own = type(self.scheme).frequencies is RoPE.frequencies if has_base else False
+        others = ", abf or a method that replaces attention" if is_fixed and own else ""
+        require(
+            keeps and is_fixed and own,
+            f"the model is extended by {name} already, and {method} would replace what its weights "
+            f"were trained with: give --method={name}{others}, or extend the original checkpoint",
+        )
 
     def extend_scheme(self, extension):
-        layers = {"layers": "full"} if extension.get("layers") == "full" else {}
-        self.scheme.extend(
-            extension["method"], extension["factor"], **layers, **extension["options"]
-        )
+        options = {name: extension[name] for name in ("layers", "under") if name in extension}
+        options |= extension["options"]
+        self.scheme.extend(extension["method"], extension["factor"], **options)
 
     def rope_wavelengths(self, window: bool = False) -> torch.Tensor:
         """The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
@@ -1210,6 +1246,7 @@ class RoPE(NoPE):
         self.rotary_dim = int(config.rope_fraction * config.head_dim)
         self.attention_factor = 1.0  # cos and sin are multiplied by this
         self.register_constant("inv_freq", torch.zeros(self.rotary_dim // 2, dtype=torch.float64))
+        self.under = None  # an extension whose frequencies stay under the last one
         self.far = None  # FarKeys, if far keys are not rotated as near ones are
         self.local = None
         self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
@@ -1269,10 +1306,11 @@ class RoPE(NoPE):
         version = super().set_length(length)
         return version if self.far is None else self.far.group
 
-    def extend(self, method, factor, layers="all", **options):
+    def extend(self, method, factor, layers="all", under=None, **options):
         """Take the frequencies of a method of rope_scaling.py.
 
-        layers: "full" leaves layers with a window as they were trained.
+        layers: "full" leaves layers with a window as they were trained. under: an extension whose
+        frequencies stay, in GPTConfig.extension's form, or None.
         """
         self.check_method(method, options)
         replaces_attention = method in rope_scaling.ATTENTION
@@ -1282,6 +1320,7 @@ class RoPE(NoPE):
             f"method {method!r} replaces attention: it is for --pos=rope without a window and "
             "without learned sinks, so choose another method",
         )
+        self.under = under
         self.set_frequencies(method, factor, options)
         self.scaling = method, factor, options
         self.is_dynamic = "length" in self.methods[method] and "length" not in options
@@ -1291,7 +1330,7 @@ class RoPE(NoPE):
         if layers == "full" or self.config.rope_local_base:
             self.local = self.make_local()
             if layers != "full":
-                self.local.extend(method, factor, **options)
+                self.local.extend(method, factor, under=under, **options)
 
     def make_local(self):
         """The RoPE of layers with a window, which is not extended."""
@@ -1323,8 +1362,19 @@ class RoPE(NoPE):
     def frequencies(self, method, factor, options):
         """Compute inverse frequencies, float64 (R/2,), and the factor on cos and sin: a hook."""
         config = self.config
+        base, length = config.rope_base, config.original_length
+        under = self.under
+        if under:
+            if method == "abf":
+                base = rope_scaling.larger_base(base, self.rotary_dim, length, factor, **options)
+                problem = f"the base {config.rope_base:g} is as large as abf's already"
+                require(base > config.rope_base or factor == 1, f"{problem}: give new_base")
+            else:  # checks the options
+                rope_scaling.frequencies(method, base, self.rotary_dim, length, factor, **options)
+            method, factor, options = under["method"], under["factor"], under["options"]
+            length = under["original_length"]
         inv_freq, attention_factor = rope_scaling.frequencies(
-            method, config.rope_base, self.rotary_dim, config.original_length, factor, **options
+            method, base, self.rotary_dim, length, factor, **options
         )
         if config.p_rope < 1:
             n_rotated = int(config.p_rope * self.rotary_dim // 2)

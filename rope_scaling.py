@@ -114,14 +114,20 @@ def abf(base, rotary_dim, original_length, factor, new_base=None):
     """A larger base (Xiong et al. 2023; Llama 3), to be fine-tuned: new_base, by default 500,000 or
     what makes the longest wavelength reach the target length.
     """
-    check_pairs("abf", rotary_dim)
-    if new_base is None and factor == 1:
-        new_base = base
-    elif new_base is None:
-        target = original_length * factor
-        reaching = (target / (2 * math.pi)) ** (rotary_dim / (rotary_dim - 2))
-        new_base = max(base, 5e5, reaching)
+    new_base = larger_base(base, rotary_dim, original_length, factor, new_base)
     return none(new_base, rotary_dim, original_length, factor)
+
+
+def larger_base(base, rotary_dim, original_length, factor, new_base=None):
+    """Compute the base of abf()."""
+    check_pairs("abf", rotary_dim)
+    if new_base is not None:
+        return new_base
+    if factor == 1:
+        return base
+    target = original_length * factor
+    reaching = (target / (2 * math.pi)) ** (rotary_dim / (rotary_dim - 2))
+    return max(base, 5e5, reaching)
 
 
 def llama3(base, rotary_dim, original_length, factor, low_freq_factor=1.0, high_freq_factor=4.0):

@@ -117,13 +117,11 @@ class TrainState:
 
 
 def open_dataset(model, cfg, train_length):
-    """The data of cfg.dataset; its tokenizer, <bos> and tasks go into model.meta.
-
-    Raises UserError if the model cannot read it, or it is too short.
+    """Return the data of cfg.dataset. Raises UserError if the model cannot read it, or it is too
+    short.
     """
     dataset = data.open_dataset(cfg.dataset, cfg.bos)
-    tokenizer = model.meta.get("tokenizer")
-    dataset.check_model("the model", model.config.vocab_size, tokenizer)
+    dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
     separate = cfg.separate_docs
     if model.config.sinks:
         require(not separate, SINKS_AND_DOCS)
@@ -134,12 +132,16 @@ def open_dataset(model, cfg, train_length):
     for source in dataset.sources:
         source.train.require_length(train_length)
         source.val.require_length(cfg.eval_length or model.config.block_size)
-    tokenizer = tokenizer or (dataset.tokenizer and dataset.tokenizer.to_json())
-    tasks = sorted(dataset.tasks.union(model.meta.get("tasks", ())))
-    ends = model.meta.get("ends") or (dataset.tokenizer.ends if dataset.tokenizer else [])
-    model.meta = {**model.meta, "tokenizer": tokenizer, "bos": dataset.bos, "ends": ends}
-    model.meta["tasks"] = tasks
     return dataset
+
+
+def text_meta(meta, dataset):
+    """Return what a checkpoint keeps about its text, added to meta: what it knew before counts."""
+    own = dataset.tokenizer
+    tokenizer = meta.get("tokenizer") or (own and own.to_json())
+    ends = meta.get("ends") or (own.ends if own else [])
+    tasks = sorted(dataset.tasks.union(meta.get("tasks", ())))
+    return {**meta, "tokenizer": tokenizer, "bos": dataset.bos, "ends": ends, "tasks": tasks}
 
 
 class Batches:
@@ -339,6 +341,7 @@ def train(model: GPT, cfg: TrainConfig, train_length=0, max_position=0) -> dict:
             run.check_unused(cfg.out_dir)
         # the data, and how far training is
         dataset = open_dataset(model, cfg, train_length)
+        model.meta = text_meta(model.meta, dataset)
         run.check_same(model, cfg, dataset)
         state = restore_state(model, cfg, train_length)
 

@@ -101,10 +101,11 @@ def test_an_extension_is_named_after_its_run_method_and_factor(save_run, call):
         assert_success(call("extend.py", run, "--max_iters=0", *words))
         assert list_steps(f"{run}-{name}-zero")
     assert_refused(call("extend.py", run, "--max_iters=0"), "yarn4-zero", "--init_from=resume")
-    again = [f"{run}-yarn4-zero", "--method=ntk", "--factor=2", "--max_iters=0"]
-    done = assert_success(call("extend.py", *again))
-    assert "context length: 96 -> 192 tokens, originally 24 (ntk)\n" in done.stdout
-    assert list_steps(f"{run}-ntk8-zero") and "by default" not in done.stdout
+    again = [f"{run}-yarn4-zero", "--factor=2", "--max_iters=0"]
+    assert_refused(call("extend.py", *again, "--method=ntk"), "give --method=yarn, abf or")
+    done = assert_success(call("extend.py", *again, "--method=yarn"))
+    assert "context length: 96 -> 192 tokens, originally 24 (yarn)\n" in done.stdout
+    assert list_steps(f"{run}-yarn8-zero") and "by default" not in done.stdout
     before = {"method": "yarn", "factor": 4.0}
     for parent, given, name in (
         ("rope", {"lora": 8}, "rope-yarn2-lora8"),

@@ -132,6 +132,28 @@ def test_the_curves_of_a_figure_are_the_losses():
     assert (band.min(), band.max()) == pytest.approx((0.98, 2.02))
 
 
+@pytest.mark.parametrize(
+    ("of_b", "title", "sentence"),
+    [
+        ((2.0, interval(-1.0)), "b has the lowest loss, 2.00; a has 3.00", "; -1.000 ± 0.100 com"),
+        ((2.9, interval(-0.05)), "2.90; a has 3.00, no clear difference", "a, no clear difference"),
+        ((3.5, interval(0.5)), "a has the lowest loss, 3.00", "+0.500 ± 0.100 compared with a"),
+        (("too long", None), "At 128 tokens a has a loss of 3.00", ""),
+    ],
+)
+def test_a_title_and_sentences_state_the_loss_in_the_longest_sequences(of_b, title, sentence):
+    """In the last quarter, where failures are largest; the loss of all tokens does not count."""
+    value, difference = of_b
+    fields = {} if difference is None else {"difference": difference}
+    records = [loss("a", 64, 1.0, "last-quarter"), loss("a", 128, 3.0, "last-quarter")]
+    records += [loss("a", 128, 0.5), loss("b", 128, value, "last-quarter", **fields)]
+    figure = figures.loss_figure("a.png", records, [64])
+    assert title in figure.get_suptitle()
+    first, *others = report.sentences_of(records)
+    assert first == "a: loss in the last quarter at 128 tokens 3.000 ± 0.020"
+    assert [sentence in other for other in others] == [True] * bool(sentence)
+
+
 # -----------------------------------------------------------------------------
 # The report
 
@@ -203,6 +225,9 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     assert f"{HOSTILE}0" in page.cells and f"{HOSTILE}\x00?" in page.text
     assert f"{HOSTILE}0" in page.drawn
     assert json.loads(page.scripts[0]) == [{**text, "losses": [0.5, None]}] * n
+    assert "Intervals" not in page.text
+    assert "by context length; 95 % intervals over sequences" in page.text
+    assert "0.50 ± 0.10" in page.cells and "95 % intervals over prompts" in page.text
     assert page.cells.count("1.000 ± 0.020*") == n and page.text.count("unequal steps") == 2
     policy = next(found["content"] for _, found in page.elements if "http-equiv" in found)
     assert policy == ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'")

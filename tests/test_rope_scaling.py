@@ -1,17 +1,21 @@
 """Context extension: published numbers, the papers' formulas, replaced attention, graphs."""
 
+import copy
+
 import pytest
 import reference
 import rope_formulas
 import torch
 from conftest import ROOT
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_scaling
 from model import GPT, POSITIONS, GPTConfig, KVCache, RoPE
 from nanolong.entry import load_entry
 from nanolong.errors import UserError
 from nanolong.inference import FixedShapeStep
-from rope_scaling import METHODS, OPTIONS
+from rope_scaling import ATTENTION, METHODS, OPTIONS, far_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 slow = pytest.mark.slow  # tracing takes seconds
@@ -361,3 +365,83 @@ def test_a_compiled_dynamic_method_follows_explicit_positions(make):
         positions[12:] += skip
         logits = compiled(tokens, positions=positions)
         assert torch.equal(logits, model(tokens, positions=positions))
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints that are scaled already.
+
+# what a file holds -> its extension here; Llama 3.1 has a longer context than its method's factor
+SCALED = {
+    "llama3": {"method": "llama3", "factor": 8.0, "options": {}, "original_length": 8192},
+    "yarn": {
+        "method": "yarn",
+        "factor": 4.0,
+        "options": {"beta_fast": 16},
+        "original_length": 32768,
+    },
+    "longrope": {
+        "method": "longrope",
+        "factor": 32.0,
+        "options": {"long_factor": [1.0 + i for i in range(8)]},
+        "original_length": 4096,
+    },
+}
+
+
+def scaled(name):
+    settings = {"n_layer": 1, "n_head": 2, "n_embd": 32, "rope_base": 1e4, "vocab_size": 50}
+    return GPT(GPTConfig(**settings, block_size=131072, extension=copy.deepcopy(SCALED[name])))
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_second_extension_lengthens_what_the_file_has(name):
+    """By the same method the factors multiply; far keys keep the frequencies of the file."""
+    trained = scaled(name).scheme.inv_freq
+    same = scaled(name)
+    same.extend(name, 2.0)
+    before = SCALED[name]
+    assert same.config.block_size == 262144
+    assert same.config.extension["factor"] == 2 * before["factor"]
+    assert same.config.extension["options"] == before["options"]
+    for method in ATTENTION:
+        model = scaled(name)
+        model.extend(method, 2.0)
+        assert torch.equal(model.scheme.inv_freq, trained)
+        assert (model.config.block_size, model.config.original_length) == (262144, 131072)
+        assert model.scheme.far == far_keys(method, 131072, 2.0, {})
+        assert torch.equal(GPT(model.config).scheme.inv_freq, trained)
+    for method in ("pi", "ntk", "none", "drope", "dynamic-ntk"):
+        model = scaled(name)
+        with pytest.raises(UserError, match=f"extended by {name} already, and {method} would"):
+            model.extend(method, 2.0)
+        assert model.config.extension == before and model.config.block_size == 131072
+
+
+def test_a_larger_base_lies_under_the_scaling_of_the_file():
+    """As transformers computes Llama 3.1's frequencies from another rope_theta."""
+    model = scaled("llama3")
+    model.extend("abf", 2.0, new_base=8e6)
+    parameters = {"rope_type": "llama3", "rope_theta": 8e6, "factor": 8.0}
+    parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters["original_max_position_embeddings"] = 8192
+    config = LlamaConfig(hidden_size=16, num_attention_heads=1, rope_parameters=parameters)
+    expected, factor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    assert factor == model.scheme.attention_factor == 1
+    assert torch.allclose(model.scheme.inv_freq.float(), expected, rtol=1e-6)
+    assert model.config.block_size == 262144
+    with pytest.raises(UserError, match="as large as abf's already: give new_base"):
+        scaled("yarn").extend("abf", 2.0, new_base=1e4)
+
+
+def test_after_none_anything_follows_and_after_a_dynamic_method_nothing_else(make):
+    model = make(block_size=24)
+    model.extend("none", 2.0)
+    model.extend("yarn", 2.0)
+    assert (model.config.block_size, model.config.original_length) == (96, 24)
+    for first, second in (("dynamic-ntk", "abf"), ("self-extend", "jet-long")):
+        model = make(block_size=24)
+        model.extend(first, 2.0)
+        with pytest.raises(UserError, match=f"give --method={first}, or extend the original"):
+            model.extend(second, 2.0)
+    with pytest.raises(UserError, match="leaves the context length at 48 tokens"):
+        model.extend(first, 1.001)

@@ -115,15 +115,16 @@ def finding(records, names):
     if not found:
         return ""
     best = min(found, key=lambda record: record["loss"])
-    start = f"{best['length']:,} tokens: {best['checkpoint']} has a loss of {best['loss']:.2f}"
+    start = f"At {best['length']:,} tokens {best['checkpoint']} has"
     first = select(found, checkpoint=names[0])
     if len(found) == 1 or not first:
-        return start
+        return f"{start} a loss of {best['loss']:.2f}"
     if best is first[0]:
-        return f"{start}, and none is lower"
+        return f"{start} the lowest loss, {best['loss']:.2f}"
     is_clear = "difference" in best and intervals.excludes_zero(best["difference"])
-    relation = "" if is_clear else "no clear difference: "
-    return f"{start}, {relation}{first[0]['checkpoint']} has {first[0]['loss']:.2f}"
+    other = f"{first[0]['checkpoint']} has {first[0]['loss']:.2f}"
+    doubt = "" if is_clear else ", no clear difference"
+    return f"{start} the lowest loss, {best['loss']:.2f}; {other}{doubt}"
 
 
 def loss_figure(file, records, original_lengths, note="", unit="nats per token"):

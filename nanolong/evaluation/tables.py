@@ -21,6 +21,7 @@ class Table:
     header: list
     rows: list
     notes: list = field(default_factory=list)
+    units: str = ""  # what the intervals are over
 
     def text(self):
         """Labels are aligned on the left and cells on the right, with asterisks beyond it."""
@@ -43,7 +44,8 @@ class Table:
 
     def html(self):
         header, *rows = ([escape(str(x)) for x in row] for row in (self.header, *self.rows))
-        lines = [f"<caption>{escape(self.title)}</caption>"]
+        units = self.units and f"; 95 % intervals over {self.units}"
+        lines = [f"<caption>{escape(self.title + units)}</caption>"]
         lines += [f"<tr><th>{'</th><th>'.join(header)}</th></tr>"]
         lines += [f"<tr><th>{row[0]}</th><td>{'</td><td>'.join(row[1:])}</td></tr>" for row in rows]
         table = "\n".join(lines)
@@ -150,13 +152,13 @@ def tables_of(records, unequal=()):
     costs = select(records, task="cost")
     if costs:
         tables.append(grid("cost of one text", costs, COSTS))
+    is_over_runs = any("seeds" in record for record in records)
     # an asterisk and its reservations are never apart
     for table in tables:
+        table.units = "runs" if table.units and is_over_runs else table.units
         cells = [str(cell) for row in table.rows for cell in row[1:]]
         if any(cell.endswith("*") for cell in cells):
-            compared = "the same texts"
-            if any("seeds" in record for record in records):
-                compared = "the runs of an arm"
+            compared = "the runs of an arm" if is_over_runs else "the same texts"
             note = f"* differs from the first checkpoint: 95 % interval over {compared}"
             table.notes += [note, *unequal]
         if "not finite" in cells:
@@ -176,6 +178,7 @@ def loss_table(records, unit="nats per token"):
         counts[record["length"]] |= {record["n"]} if "n" in record else set()
     is_over_runs = any("seeds" in record for record in records)
     samples = "runs" if is_over_runs else "sequences"
+    table.units = samples
     table.rows.append([samples, *(" or ".join(map(str, sorted(n))) for n in counts.values())])
     few = [str(length) for length, n in counts.items() if min(n, default=8) < 8]
     # the choice of the text then decides how two lengths compare; others score the same at all
@@ -284,7 +287,9 @@ def position_table(records):
         # one refusal stands for all positions
         for end in [record["position"][1]] if "position" in record else ends:
             cells[f"up to {end:,}", record["checkpoint"]] = cell(record, "loss")
-    return pivot(f"position, nats per token, in sequences of {longest} tokens", cells)
+    table = pivot(f"position, nats per token, in sequences of {longest} tokens", cells)
+    table.units = "sequences"
+    return table
 
 
 def retrieval_table(records):
@@ -298,6 +303,7 @@ def retrieval_table(records):
         table = grid(f"{title}: all answers right", records, {"accuracy": ""})
     else:
         table = grid(title, records, RETRIEVED)
+    table.units = "prompts"
     guessed = [record["control"]["mean"] for record in records if "control" in record]
     note = f"without the needles at most {max(guessed, default=0):.2f} of the answers are right"
     table.notes += [note] if guessed else []
