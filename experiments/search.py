@@ -80,8 +80,9 @@ def evolve(start, fitness, factor, population, rounds, rng):
 def passkey_loss(model, factor, trials, seed, method, table=None):
     """Extend a model, and return its loss in nats per digit of hidden passkeys."""
     options = {"long_factor": list(table)} if table else {}
-    # A second extension replaces the method and multiplies the factors.
-    model.extend(method, 1.0 if model.config.extension else factor, **options)
+    # Start from the original model, because a second extension would lie on the first.
+    model.config.block_size, model.config.extension = model.config.original_length, None
+    model.extend(method, factor, **options)
     tokenizer = data.tokenizer_from_json(model.meta["tokenizer"])
     length = model.config.block_size
     digits = DIGITS[size_of(tokenizer)]

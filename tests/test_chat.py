@@ -82,7 +82,7 @@ def test_the_answer_alone_is_printed_up_to_its_end(call, instruct, make, tmp_pat
     model.save(tmp_path / "run" / "step-000001")
     prompts = []
 
-    def generate(model, tokens, *arguments):
+    def generate(model, tokens, max_new_tokens, **options):
         prompts.append(tokens[0].tolist())
         for token in [*tokenizer.encode("It is é."), 2, *tokenizer.encode("not this")]:
             yield torch.tensor([[token]])
