@@ -85,7 +85,7 @@ def test_a_step_that_cannot_be_compiled_is_refused_before_the_wait_is_announced(
 def test_a_text_ends_with_its_document(call, save_run, monkeypatch):
     """The model is one that writes "é", <bos> and "x"."""
 
-    def generate(model, tokens, **arguments):
+    def generate(model, tokens, max_new_tokens, **options):
         for token in (0xC3, 0xA9, 256, ord("x")):
             yield torch.tensor([[token]])
 
