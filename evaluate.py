@@ -18,11 +18,11 @@
   token-aligned  Score the same tokens at every length: sequences of all lengths end at the same
                  places, and only their last --stride tokens are scored. This answers whether
                  more context helps.
-  repeats        What a longer context gains over the shortest on these tokens, by where a token and
-                 the two before it stood last in its document: repeats that only the longer context
-                 shows (far) say whether it is used, which few tokens need, in a sentence for each
-                 checkpoint. A stride of half the shortest length, by default, scores as many as
-                 possible. Intervals are over documents; of fewer than 8, over places in them.
+  repeats        Group tokens by where their trigram stood last: in the shortest context (near), in
+                 the longer one only (far), or nowhere in the document (new). A gain on far tokens
+                 shows that the longer context is used, and a sentence says so for each checkpoint.
+                 The default stride, half the shortest length, scores as many tokens as possible.
+                 Intervals are over documents, or over places in fewer than 8 documents.
 
 Scored is the validation text of --dataset, or of the dataset that a checkpoint was trained on, or
 --text=FILE, a text or rows of JSON: at most --max_tokens in sequences of the longest length, evenly

@@ -35,12 +35,13 @@ from train import TrainConfig, TrainState, train_and_sample
 @dataclass
 class ExtendConfig(TrainConfig):
     # [extension]
-    # of rope: a name in rope_scaling.py; of others: docs/extension.md, by default pi or none
+    # extension method: for rope a name in rope_scaling.py, for other schemes see docs/extension.md;
+    # their default is pi or none
     method: str = "yarn"
     factor: float = 4.0  # how many times longer the context gets
     options: str = ""  # of the method: ramp=paper,beta_fast=16 for example, or a .json file of them
-    # of a model with RoPE and layers with and without a window: extend those without one, or all;
-    # by default as it was extended before, or full
+    # which layers to extend, if only some have a window: full (those without one), or all; auto:
+    # as before, at first full
     layers: Literal["auto", "full", "all"] = "auto"
     pose: bool = False  # fine-tune at the original length, with skipped positions (PoSE)
     # tokens of a training sequence; 0: the extended context length, or with PoSE the original one
@@ -88,17 +89,11 @@ class ExtendConfig(TrainConfig):
 
 LORA = ("lora", "lora_alpha", "lora_also")
 # What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
-INHERITED = (
-    *("dataset", "optimizer", "lr_schedule", "beta1", "beta2", "grad_clip"),
-    *("log_interval", "wandb", "device", "dtype", "checkpoint_activations"),
-    *("deterministic", "seed"),
-)
-# and what --keep_optimizer takes over besides, so that the training goes on
-KEPT = (
-    *("max_iters", "learning_rate", "min_lr", "warmup_iters", "weight_decay"),
-    *("min_doc", "separate_docs", "eval_interval", "eval_length", "compile"),
-    *LORA,
-)
+INHERITED = "dataset optimizer lr_schedule beta1 beta2 grad_clip log_interval wandb device".split()
+INHERITED += "dtype checkpoint_activations deterministic seed".split()
+# --keep_optimizer also takes over these, so that the training goes on.
+KEPT = "max_iters learning_rate min_lr warmup_iters weight_decay min_doc separate_docs".split()
+KEPT += ["eval_interval", "eval_length", "compile", *LORA]
 
 
 def run_defaults(given, paths):
@@ -150,7 +145,7 @@ def inherited_settings(meta, asked):
     starts_text = {"bos": meta["bos"] is not None}
     if not trained.get("learning_rate"):  # it was imported
         return starts_text
-    names = INHERITED + (KEPT if asked.get("keep_optimizer") else ())
+    names = INHERITED + (KEPT if asked.get("keep_optimizer") else [])
     saved = starts_text | {name: trained[name] for name in names if name in trained}
     if asked.get("lora"):
         saved["optimizer"] = "adamw"
@@ -205,7 +200,9 @@ def fit_scale(model, cfg, options):
 def extend_model(model, cfg):
     """Extend a loaded model in place, by the settings. Raises UserError."""
     options = settings.read_options(cfg.options)
-    if options.get("scale", "fit" if cfg.method == "scale" else None) == "fit":
+    if cfg.method == "scale":
+        options.setdefault("scale", "fit")
+    if options.get("scale") == "fit":
         is_first = parallel.rank_and_world()[0] == 0
         options["scale"] = parallel.broadcast(is_first and fit_scale(model, cfg, options))
     shapes = [p.shape for p in model.parameters()]
@@ -256,8 +253,7 @@ def save_extended(model, cfg):
     dtype = model.stored_dtype
     if not all(torch.equal(p.to(dtype).float(), p) for p in model.parameters()):
         dtype = torch.float32
-    if run.list_steps(cfg.out_dir):
-        run.move_aside(cfg.out_dir)
+    run.move_aside(cfg.out_dir)
     run.save_model(model, folder, dtype, {"optim": {}}, train=asdict(cfg), **asdict(TrainState()))
     print(f"saved {folder}")
 

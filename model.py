@@ -105,7 +105,7 @@ class Attention(nn.Module):
         options = {"window": self.window, "sinks": self.sinks, "scale": scale}
         if self.sink_scores is None:
             y = scheme.attend(q, k, v, bias, self.layer, context, **options)
-        else:  # the sink is one more score in the softmax, without a value
+        else:  # y shrinks, because a sink is one more score in the softmax, without a value
             y, lse = scheme.attend(q, k, v, bias, self.layer, context, return_lse=True, **options)
             y = (y * torch.sigmoid(lse - self.sink_scores[:, None])[..., None]).to(y.dtype)
         y = y.transpose(1, 2)  # (B, T, H, D)
@@ -296,7 +296,7 @@ class GPTConfig:
         try:
             parts = [read(x) for read, x in zip((int, float, int), numbers[:most], strict=False)]
         except ValueError:
-            parts = [-1.0]
+            parts = [-1.0]  # because that is refused below
         require(
             len(numbers) <= most and all(0 <= x < math.inf for x in parts) and text != "none@nope",
             f"query_scale={text} is unknown: give none, logn:LENGTH or "
@@ -322,7 +322,7 @@ class GPTConfig:
 
 
 class GPT(nn.Module):
-    config_class = GPTConfig  # for nanolong/, which is given this class and cannot import the file
+    config_class = GPTConfig  # nanolong/ finds it here, because it cannot import this file
     schemes = {}  # POSITIONS, at the end of this file
     cache_class = None  # KVCache
 
@@ -343,7 +343,7 @@ class GPT(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
         self.init_weights()
-        # Created last: with the same seed, all schemes start from the same other weights.
+        # Created last, because all schemes then start from the same other weights, by their seed.
         self.scheme = POSITIONS[config.pos](config)  # the position scheme
         self.nope = NoPE(config)  # the scheme of layers without positions
         if config.extension:
@@ -381,7 +381,7 @@ class GPT(nn.Module):
         assert tokens.dim() == 2, f"tokens have the shape {tuple(tokens.shape)}: give (B, T)"
         T = tokens.shape[1]
         tokens, context = self.prepare_inputs(tokens, positions, docs, cache)
-        # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
+        # Embed the tokens. Hidden states have the norms' dtype, because bfloat16 sums would round.
         x = self.embed(tokens).to(self.norm.weight.dtype)
         if self.config.embed_scale != 1:
             x = x * self.config.embed_scale
@@ -392,7 +392,7 @@ class GPT(nn.Module):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 block = kernels.selective_checkpoint(block)
             x = block(x, scheme, context)
-        # Keep the new tokens: with a cache, x holds the whole text if the tables have changed.
+        # Keep the new tokens only, because x has the whole text if the cache's tables have changed.
         return self.norm(x)[:, -T:]
 
     def scheme_of(self, layer):
@@ -411,7 +411,7 @@ class GPT(nn.Module):
             elif module.endswith("norm"):
                 p.fill_(1)
             elif module in ("o", "down") and self.config.norm_position in ("pre", "parallel"):
-                p.zero_()  # they feed the residual stream, if no norm follows
+                p.zero_()  # because a block then starts as the identity, if no norm follows
             elif module in ("q", "k", "v", "o", "gate", "up", "down"):
                 p.normal_(std=0.5 / math.sqrt(p.shape[1]))
             else:
@@ -423,7 +423,7 @@ class GPT(nn.Module):
         Returns the tokens to compute, and the Context.
         """
         context = Context() if cache is None else cache
-        if context.write_index is not None:  # checked when its fixed shape was set up
+        if context.write_index is not None:  # nothing is checked, because a graph reads no values
             context.pos = positions
         else:
             T = tokens.shape[1]
@@ -437,8 +437,8 @@ class GPT(nn.Module):
             elif positions is None:
                 whole = docs if context.docs is None else torch.cat((context.docs, docs), 1)
                 positions = kernels.positions_in_documents(whole)[:, -T:]
-            # The check reads position ids: the CPU would wait for a GPU to send them, and a
-            # compiled graph would break in two.
+            # Mostly on the CPU, because it would wait for a GPU to send the position ids. Never in
+            # a compiled graph, because reading a value breaks it in two.
             elif self.scheme.is_dynamic or (positions.is_cpu and not torch.compiler.is_compiling()):
                 end = self.check_positions(positions, docs)
             positions = positions.to(tokens.device, non_blocking=True)
@@ -483,7 +483,7 @@ class GPT(nn.Module):
             f"--pos={self.config.pos} has no embedding for position {end - 1}: the context is "
             f"{limit} tokens, so use no more, or extend it by extend.py --method=pi",
         )
-        # Without the number of tokens, so that Python shows it once for many lengths.
+        # Without the number of tokens, because Python shows only equal messages once.
         message = f"the text is longer than the model's context of {limit} tokens"
         message += ": extend it by extend.py, or give a shorter one"
         warnings.warn(message, ContextLengthWarning, stacklevel=4)
@@ -497,7 +497,7 @@ class GPT(nn.Module):
         Raises UserError, with nothing changed, for what the scheme cannot do.
 
         layers: "full", of a hybrid with RoPE only layers without a window, or "all". By default as
-        before, and at first full where that is possible: a window hides what lies farther away.
+        before, at first full if that is possible, because a window hides what lies farther away.
         """
         config = self.config
         is_number = isinstance(factor, int | float) and 1 <= factor < math.inf
@@ -602,7 +602,7 @@ class GPT(nn.Module):
         stop:        token ids that end a row: it yields its own, and then that one again, until
                      all rows have ended
         """
-        from nanolong import inference
+        from nanolong import inference  # here, because forward() needs none of it
 
         sampling = inference.Sampling(temperature, top_k, top_p, min_p, generator)
         return inference.generate(self, tokens, max_new_tokens, sampling, compiled, stop)
@@ -739,7 +739,7 @@ class KVCache(Context):
         start = self.n - new.shape[2]
         old = self.kept.get(key)
         if old is None or old.shape[2] < self.n:
-            # in a fixed shape the unused part is multiplied by zero, so it must hold finite numbers
+            # zeros, because steps of fixed shape multiply the unused part by 0, and 0 x NaN is NaN
             size = max(self.n, self.capacity, 2 * start)
             self.kept[key] = new.new_zeros(*new.shape[:2], size, new.shape[3])
             if old is not None:
@@ -755,14 +755,14 @@ class KVCache(Context):
         return x
 
     def before(self, layer, x, n):
-        old = self.last.get((layer, "before"), x[:, :, :0]).clone()
+        old = self.last.get((layer, "before"), x[:, :, :0]).clone()  # because set_last() reuses it
         self.set_last((layer, "before"), torch.cat((old, x), 2)[:, :, -n:])
         return old
 
     def set_last(self, key, x):
         if self.write_index is None:
             self.last[key] = x.detach().clone()
-        else:  # in place: a CUDA graph writes to its address
+        else:  # in place, because a CUDA graph writes to its address
             self.last[key].copy_(x)
 
     def tensors(self):
@@ -834,12 +834,12 @@ class NoPE(nn.Module):
         Called once a layer, because the cache keeps one k and one v for each: a scheme with two
         softmaxes stacks them as heads.
         """
-        k, v = context.keep(layer, k=k.to(v.dtype), v=v)  # keys are kept rotated
+        k, v = context.keep(layer, k=k.to(v.dtype), v=v)  # rotated, because that needs no query
         return kernels.attention(q, k, v, bias=bias, **context.mask(), **options)
 
     @classmethod
     def overridden(cls):
-        """Return the names of the hooks that differ from those of NoPE."""
+        """Return the names of the hooks that are not NoPE's."""
         hooks = ("embed", "tables", "rotate", "bias", "attend")
         return {hook for hook in hooks if getattr(cls, hook) is not getattr(NoPE, hook)}
 
@@ -898,12 +898,12 @@ class NoPE(nn.Module):
         pass. Returns the version of the tables: a cache filled under another is refilled.
         """
         if self.is_dynamic:
-            # rounded up to a quarter of the original length, so that growing text rarely rescales
+            # in quarters of the original length, because each change computes cached keys again
             original = self.config.original_length
-            # index(): while torch.compile traces, a length may be a symbol
+            # index(), because a length may be a symbol while torch.compile traces
             quarters = operator.index(-(-4 * length // original))
             length = max(original, quarters * original / 4)
-            # a compiled graph has the table of its length, whatever length the last call had
+            # always in a graph, because it must have the table of its own length
             if torch.compiler.is_compiling() or length != self._length:
                 if self.update_tables(length) or self._tables_version is None:
                     self._tables_version = length
@@ -922,18 +922,18 @@ class NoPE(nn.Module):
         """Index a table of `size` distances by the distances 0..n-1, divided by position_scale.
 
         Returns a slice or int64 (m,), m <= n: it ends where the table's last entry is reached.
-        device: the table's; to index on a GPU by an index on the CPU, the CPU waits for the GPU.
+        device: the table's, because the CPU waits for a GPU to index by an index on the CPU.
         """
         if self.position_scale == 1:
             return slice(n)
         m = min(n, math.ceil((size - 1) * self.position_scale) + 1)
-        # float64 and 1e-9: an exact multiple of position_scale must not be rounded down
+        # float64 and 1e-9, because an exact multiple of position_scale must not be rounded down
         on_mps = device is not None and device.type == "mps"  # which has no float64
         distance = torch.arange(m, dtype=torch.float64, device=None if on_mps else device)
         return (distance / self.position_scale + 1e-9).long()
 
-    # Constant tables follow the model's device but keep their dtype: model.bfloat16() must not
-    # round frequencies. They are not buffers, which are saved and which DDP broadcasts.
+    # Constant tables follow the model's device but keep their dtype, because model.bfloat16() must
+    # not round frequencies. They are not buffers, because these are saved, and DDP broadcasts them.
 
     def register_constant(self, name, tensor):
         """Keep a tensor that follows the model's device, never its dtype, and is not saved."""
@@ -944,7 +944,7 @@ class NoPE(nn.Module):
         super()._apply(fn, recurse)
         for name in self.__dict__.get("_constants", []):
             table = getattr(self, name)
-            # fn comes from .to(), .cuda() or .float(): try it, and take over only the device
+            # fn is tried on another tensor, because .to() and .float() may also change the dtype
             device = fn(torch.empty(1, device=table.device)).device
             no_float64 = device.type == "mps" and table.dtype == torch.float64
             setattr(self, name, table.to(device, torch.float32 if no_float64 else table.dtype))
@@ -995,7 +995,7 @@ class Sinusoidal(NoPE):
 
     pairs = "n_embd"
     methods = {"none": (), "pi": ()}
-    scale = 0.02 * math.sqrt(2)  # the size of fresh token embeddings; unit sinusoids would dominate
+    scale = 0.02 * math.sqrt(2)  # because unit sinusoids would dominate fresh token embeddings
 
     def __init__(self, config):
         super().__init__(config)
@@ -1009,7 +1009,7 @@ class Sinusoidal(NoPE):
 class RelativeVectors(NoPE):
     """The base of schemes that add vectors to keys and values by distance.
 
-    The kernels have no vectors. Attention is plain PyTorch, a chunk of queries at a time.
+    Attention is plain PyTorch, a chunk of queries at a time, because the kernels have no vectors.
     """
 
     def vectors(self, n, layer):
@@ -1116,7 +1116,7 @@ class TransformerXL(RelativeVectors):
         distance = torch.arange(m, device=self.u.device)
         angle = distance[:, None] * (self.inv_freq / self.position_scale)  # (m, C/2), float64
         R = torch.cat((angle.sin(), angle.cos()), -1).to(self.project.dtype)
-        with torch.autocast(R.device.type, enabled=False):  # bfloat16 would merge great distances
+        with torch.autocast(R.device.type, enabled=False):  # because bfloat16 merges distances
             keys = F.linear(R, self.project[layer])
         keys = keys.unflatten(-1, self.u.shape).transpose(0, 1)  # (H, m, D)
         return keys, None, (self.u, self.v)
@@ -1138,7 +1138,7 @@ class T5(NoPE):
         max_distance = min(self.max_distance, max(2, config.original_length // self.lengths))
         n_buckets = min(self.n_buckets, max_distance)
         bucket = [bucket_of(distance, n_buckets, max_distance) for distance in range(max_distance)]
-        bucket = bucket[: bucket.index(bucket[-1]) + 1]  # up to the start of the last one
+        bucket = bucket[: bucket.index(bucket[-1]) + 1]  # because the last entry is for the rest
         self.register_constant("bucket", torch.tensor(bucket))
         self.weight = nn.Parameter(torch.zeros(config.n_head, n_buckets))
 
@@ -1203,7 +1203,7 @@ class KerplePower(NoPE):
         self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.98 + 0.01).logit())
 
     def bias(self, x, layer, context):
-        # from distance 1 on: the derivative of 0^r2 is not finite
+        # from distance 1 on, because the derivative of 0^r2 is not finite
         distance = torch.arange(1, context.n_keys, device=self.r1.device) / self.position_scale
         r1 = F.softplus(self.r1)[:, None]
         r2 = 2 * self.r2.sigmoid()[:, None]
@@ -1290,7 +1290,7 @@ class RoPE(NoPE):
         far = self.far
         if far is None or far.group == 1:
             return super().attend(q, k, v, bias, layer, context, **options)
-        # Keys are kept as rotate() leaves them. Far keys are rotated once more.
+        # Far keys are rotated once more, because the cache keeps keys as rotate() leaves them.
         k, v = context.keep(layer, k=k.to(v.dtype), v=v)
         docs, pos, length = context.docs, context.all_pos, context.valid_length
         by_index = docs is None and length is None and not context.has_gaps
@@ -1347,7 +1347,7 @@ class RoPE(NoPE):
         return changed
 
     def set_frequencies(self, method, factor, options):
-        """Returns whether the table has changed; True while torch.compile traces."""
+        """Set the table. Returns whether it has changed."""
         old, old_factor, old_far = self.inv_freq, self.attention_factor, self.far
         tables = self.frequencies(method, factor, options)
         rope_scaling.check_frequencies(tables, self.rotary_dim, type(self).__name__)
@@ -1355,7 +1355,7 @@ class RoPE(NoPE):
         self.attention_factor = tables[1]
         self.far = rope_scaling.far_keys(method, self.config.original_length, factor, options)
         if torch.compiler.is_compiling():
-            return True
+            return True  # because a traced table has no values to compare
         same = old.is_meta or torch.equal(self.inv_freq, old)
         return not same or (self.attention_factor, self.far) != (old_factor, old_far)
 
@@ -1401,7 +1401,7 @@ class FoX(NoPE):
     def bias(self, x, layer, context):
         wide = torch.promote_types(x.dtype, torch.float32)
         x, weight, bias = (y.to(wide) for y in (x, self.weight[layer], self.gate_bias[layer]))
-        # A running sum would add up rounding errors of bfloat16.
+        # In float32 or wider, because a running sum adds up rounding errors of bfloat16.
         with torch.autocast(x.device.type, enabled=False):
             log_f = F.logsigmoid(F.linear(x, weight, bias))  # (B, T, H)
         (sums,) = context.keep(layer, gates=context.sum(layer, log_f.mT[..., None]))
@@ -1431,5 +1431,5 @@ POSITIONS = {
     "fox-rope": FoXRoPE,
 }
 
-GPT.schemes = POSITIONS
+GPT.schemes = POSITIONS  # here, because the class stands before both
 GPT.cache_class = KVCache

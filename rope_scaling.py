@@ -66,22 +66,25 @@ def ntk_parts(
         rotations = original_length * inv_freq / (2 * math.pi)
         keep = ((rotations - beta_slow) / (beta_fast - beta_slow)).clamp(0, 1)
     else:
-        low = index_of_rotations(beta_fast, base, rotary_dim, original_length)
-        high = index_of_rotations(beta_slow, base, rotary_dim, original_length)
-        if truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low = max(low, 0)
-        high = max(min(high, rotary_dim - 1), low)
-        index = torch.arange(rotary_dim // 2, dtype=torch.float64)
-        fraction = ((index - low) / (high - low or 0.001)).clamp(0, 1)
-        if ramp == "geometric":
-            return inv_freq / factor**fraction, 1.0
-        if ramp == "progressive":
-            n = high - low
-            return inv_freq / factor ** (fraction * (fraction * n + 1) / (n + 1)), 1.0
+        fraction, n = index_ramp(base, rotary_dim, original_length, beta_fast, beta_slow, truncate)
         keep = 1 - fraction
+    if ramp in ("geometric", "progressive"):
+        exponent = fraction if ramp == "geometric" else fraction * (fraction * n + 1) / (n + 1)
+        return inv_freq / factor**exponent, 1.0
     interpolated = inv_freq / factor
     return interpolated + keep * (inv_freq - interpolated), 1.0
+
+
+def index_ramp(base, rotary_dim, original_length, beta_fast, beta_slow, truncate):
+    """Rise from 0 to 1 between two pairs: float64 (R/2,), and the distance n of the two."""
+    low = index_of_rotations(beta_fast, base, rotary_dim, original_length)
+    high = index_of_rotations(beta_slow, base, rotary_dim, original_length)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low = max(low, 0)
+    high = max(min(high, rotary_dim - 1), low)
+    index = torch.arange(rotary_dim // 2, dtype=torch.float64)
+    return ((index - low) / (high - low or 0.001)).clamp(0, 1), high - low
 
 
 def index_of_rotations(rotations, base, rotary_dim, original_length):
@@ -212,22 +215,6 @@ def drope(base, rotary_dim, original_length, factor, scale=1.0):
     return torch.zeros(rotary_dim // 2, dtype=torch.float64), math.sqrt(float(scale))
 
 
-# Three methods change the positions of far keys, not the frequencies: FarKeys, below.
-
-
-def frequencies_of_lm_infinite(base, rotary_dim, original_length, factor, sinks=10):
-    return none(base, rotary_dim, original_length, factor)
-
-
-def frequencies_of_self_extend(base, rotary_dim, original_length, factor, window=None, group=None):
-    self_extend(original_length, factor, window, group)
-    return none(base, rotary_dim, original_length, factor)
-
-
-def frequencies_of_jet_long(base, rotary_dim, original_length, factor, window=None, length=None):
-    return none(base, rotary_dim, original_length, factor)
-
-
 METHODS = {
     "none": none,
     "pi": pi,
@@ -243,11 +230,7 @@ METHODS = {
     "ntk-lceg": ntk_lceg,
     "longrope": longrope,
     "drope": drope,
-    "lm-infinite": frequencies_of_lm_infinite,
-    "self-extend": frequencies_of_self_extend,
-    "jet-long": frequencies_of_jet_long,
-}
-OPTIONS = {name: list(inspect.signature(f).parameters)[4:] for name, f in METHODS.items()}
+}  # and ATTENTION, below
 
 
 # -----------------------------------------------------------------------------
@@ -294,8 +277,7 @@ TABLES = ("long_factor", "short_factor")
 
 def check_options(method, rotary_dim, original_length, factor, options):
     """Raise UserError unless the type and range of each option fit."""
-    parameters = inspect.signature(METHODS[method]).parameters
-    defaults = {name: parameters[name].default for name in OPTIONS[method]}
+    defaults = option_defaults(method)
     given = {**defaults, **options}
     n_pairs = rotary_dim // 2
     for name, value in given.items():
@@ -334,6 +316,12 @@ def check_options(method, rotary_dim, original_length, factor, options):
         f"method 'longrope' needs a table of {n_pairs} numbers: give --options=FILE.json with "
         '{"long_factor": [...]}, as experiments/search.py writes it',
     )
+
+
+def option_defaults(method):
+    """Return the options of a method with their defaults."""
+    parameters = inspect.signature(ATTENTION.get(method, METHODS[method])).parameters
+    return {name: x.default for name, x in parameters.items() if x.default is not x.empty}
 
 
 def is_number(value, above=0):
@@ -396,7 +384,14 @@ def jet_long(original_length, factor, window=None, length=None):
     return FarKeys(window, math.ceil(max(1, (length or 0) / original_length)))
 
 
+def unchanged(base, rotary_dim, original_length, factor, **options):
+    """Plain RoPE's frequencies, because a method in ATTENTION changes the positions of far keys."""
+    return none(base, rotary_dim, original_length, factor)
+
+
 ATTENTION = {"lm-infinite": lm_infinite, "self-extend": self_extend, "jet-long": jet_long}
+METHODS |= dict.fromkeys(ATTENTION, unchanged)
+OPTIONS = {name: list(option_defaults(name)) for name in METHODS}
 
 
 def far_keys(method, original_length, factor, options):
@@ -429,10 +424,10 @@ def attend_in_two(q, k, v, terms, scale):
     The kernels see near keys through a window, and far ones as a text that ends a window earlier.
     The log-sum-exps of both make one softmax of the two.
     """
-    far, inv_freq, tables, *_ = terms
+    far, inv_freq = terms.far, terms.inv_freq
     dtype = v.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    # on a CPU they compute in float32 anyway
+    # A CPU's attention computes in float32 anyway.
     used = wide if v.device.type == "cpu" else dtype
     q, k, v = (x.to(dtype).to(used) for x in (q, k, v))
     options = {"scale": scale, "return_lse": True}
@@ -447,7 +442,7 @@ def attend_in_two(q, k, v, terms, scale):
         far_q = kernels.rotate(
             q[:, :, first:], *kernels.cos_sin(far.of_queries(pos) - pos, inv_freq)
         )
-        far_k = kernels.rotate(k[:, :, :m], *(table[:m] for table in tables))
+        far_k = kernels.rotate(k[:, :, :m], *(table[:m] for table in terms.tables))
         if far.n_keys == ALL:
             far_y, far_lse = kernels.attention(far_q, far_k, v[:, :, :m], **options)
         else:
@@ -468,11 +463,11 @@ def attend_chunk(q, k, v, terms, scale, query, key, mask):
 
     terms: see Terms. mask: the documents of all keys, for kernels.visible_keys().
     """
-    far, inv_freq, tables, pos, by_index = terms
+    far, pos = terms.far, terms.pos[..., query]
     n, m = q.shape[2], k.shape[2]
     # Leave out keys that no query of this chunk can see near, or far.
     near = distant = slice(0, m)
-    if by_index:
+    if terms.by_index:
         near = slice(max(0, m - n - far.window + 1), m)
         distant = slice(0, max(0, min(m - far.window, far.n_keys)))
 
@@ -481,9 +476,8 @@ def attend_chunk(q, k, v, terms, scale, query, key, mask):
 
     # Far scores, of queries and keys rotated once more, and near ones.
     q = q * scale
-    pos = pos[..., query]
-    far_q = kernels.rotate(q, *kernels.cos_sin(far.of_queries(pos) - pos, inv_freq))
-    far_k = kernels.rotate(k[:, :, distant], *(table[..., distant, :] for table in tables))
+    far_q = kernels.rotate(q, *kernels.cos_sin(far.of_queries(pos) - pos, terms.inv_freq))
+    far_k = kernels.rotate(k[:, :, distant], *(table[..., distant, :] for table in terms.tables))
     far_scores = kernels.multiply_groups(far_q, far_k.mT)
     near_scores = kernels.multiply_groups(q, k[:, :, near].mT)
     # One softmax over both, of the keys that are seen.

@@ -12,6 +12,7 @@ is the same on any number of processes, and one that was stopped resumes with th
 """
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
+import importlib.util
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -78,11 +79,12 @@ class TrainConfig:
 
     def __post_init__(self):
         settings.check(self)
-        counts = ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval")
-        for name in counts:
+        for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
             require(getattr(self, name) >= 1, f"--{name} must be at least 1")
         require(self.stop_at <= self.max_iters, "--stop_at is beyond --max_iters: lower it")
         require(max(self.beta1, self.beta2) < 1, "--beta1 and --beta2 must be below 1")
+        installed = not self.wandb or importlib.util.find_spec("wandb")
+        require(installed, "--wandb needs its package: pip install wandb, or leave it out")
 
     @property
     def last_step(self):
@@ -161,8 +163,8 @@ class Batches:
         n = cfg.gradient_accumulation_steps
         self.sequences_per_step = n * cfg.batch_size
         self.tokens_per_step = self.sequences_per_step * train_length
-        # Allocate what all blocks keep once: too large a batch fails here with our message, and not
-        # later by the system, which ends the process without one.
+        # Allocate what all blocks keep once, because too large a batch then fails here with our
+        # message, and not later by the system, which ends the process without one.
         size = (len(model.blocks), cfg.batch_size, train_length)
         torch.empty(*size, model.config.n_embd, device=self.device)
         # processes take the micro-batches of a step in turn
@@ -176,7 +178,7 @@ class Batches:
     def read(self, first):
         """A micro-batch: arguments of the model by name, its scored tokens, and its seed."""
         cfg = self.cfg
-        seed = ((cfg.seed << 40) + first) % (1 << 63)  # of dropout
+        seed = ((cfg.seed << 40) + first) % (1 << 63)  # shifted, because seeds must not overlap
         parts = self.dataset.batch(
             first, cfg.batch_size, self.train_length, cfg.seed, self.max_position
         )
@@ -192,9 +194,7 @@ class Batches:
 
 
 def model_inputs(x, y, pos, docs, device):
-    """Move a batch to the device. Returns the model's arguments by name, and the number of scored
-    targets.
-    """
+    """Move a batch to the device, as keyword arguments of the model, and count scored targets."""
     inputs = {"tokens": x, "targets": y, "positions": pos, "docs": docs}
     n_targets = int((y.numpy() >= 0).sum())
     return {name: devices.to_device(part, device) for name, part in inputs.items()}, n_targets
@@ -202,12 +202,11 @@ def model_inputs(x, y, pos, docs, device):
 
 @torch.no_grad()
 def estimate_loss(model, dataset, cfg, stop=()):
-    """The validation loss, over all processes; None if a stop signal came.
+    """Return the validation loss over all processes by name, or None if a stop signal came.
 
-    Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} of the targets that stand for
-    bytes if the tokenizer is known; of a mixture as in a text with these fractions of its tokens,
-    and {"val_loss_<name>"} of each dataset. eval_iters=n scores n
-    sequences, evenly spaced and always the same; 0 scores all.
+    val_loss: nats per token. val_bits_per_byte: for targets that stand for bytes, if the tokenizer
+    is known. val_loss_NAME: of each dataset of a mixture, which counts as a text with its fractions
+    of tokens. eval_iters=n scores n sequences, evenly spaced and always the same, and 0 scores all.
     """
     sums = [sum_losses(model, source, cfg, stop) for source in dataset.sources]
     return None if None in sums else dataset.combine(sums)
@@ -227,7 +226,7 @@ def sum_losses(model, dataset, cfg, stop):
     for number in rounds:
         if parallel.any_process(stop):
             return None
-        if number >= len(batches):  # in the last round some have no batch left
+        if number >= len(batches):  # no break, because the last round has a batch for some only
             continue
         batch = batches[number]
         sequences = [dataset.val.sequence(index, T) for index in batch]
@@ -235,11 +234,11 @@ def sum_losses(model, dataset, cfg, stop):
         inputs, n_targets = model_inputs(x, y, None, dataset.document_ids(x), device)
         ids = [inputs[name].cpu().numpy() for name in ("tokens", "targets")]
         n_bytes = dataset.count_bytes(*ids)  # None: unknown
-        # not the compiled model, which would be compiled again, without gradients
+        # not the compiled model, because it would be compiled again, without gradients
         autocast = devices.autocast(device, getattr(torch, cfg.dtype))
         with run.leave_early(model, stop), autocast:
             losses = model(**inputs, reduction="none").cpu().double().numpy()
-        if stop:  # the processes give up together
+        if stop:  # no return, because the processes give up together
             continue
         batch_sums = data.Sums(n_targets, losses.sum(), 0, 0)
         if n_bytes is not None:
@@ -268,8 +267,8 @@ def forward_backward(forward, batches, state):
     sums = torch.zeros(2, dtype=float_type, device=device)
     for number in range(batches.per_step):
         inputs, n_targets, seed = batches.ready
-        torch.manual_seed(seed)  # dropout too is a function of the sequence's number
-        # Gradients are summed over processes at the last micro-batch only.
+        torch.manual_seed(seed)  # because dropout, too, is a function of the sequence's number
+        # Sum over processes at the last micro-batch only, because gradients add up before.
         parallel.set_gradient_sync(forward, number == batches.per_step - 1)
         with devices.autocast(device, getattr(torch, cfg.dtype)):
             loss_sum = forward(**inputs, reduction="sum")
@@ -358,6 +357,8 @@ def train(model: GPT, cfg: TrainConfig, train_length=0, max_position=0) -> dict:
             run.load_optimizers(model, optimizers, vars(cfg))
         batches = Batches(dataset, model, cfg, train_length, max_position, state.sequences)
         progress.print_header(batches, state)
+        if cfg.overwrite and not cfg.resumes:
+            run.move_aside(cfg.out_dir)
         shown = progress.RunLog(batches, state)
         try:
             # from here on a stop signal finishes the step, and saves
@@ -385,7 +386,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
         if parallel.broadcast(run.is_evaluated(cfg.out_dir, state.step)):
             evaluated_step = state.step
     while True:
-        # Save, then evaluate: before the first step, too. After a stop signal only save.
+        # Save, then evaluate, because an evaluation may be stopped. Both also before any step.
         is_due = state.step % cfg.eval_interval == 0 or state.step == cfg.last_step
         if (is_due or stopped) and saved_step != state.step:
             run.save_step(model, optimizers, cfg, dataset, **asdict(state))
@@ -419,7 +420,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
         where += optim.name_bad_gradient(model, grad_norm)
         check_finite(where, cfg, state.step, loss_sum, 0 if may_overflow else grad_norm)
         update(optimizers, grads, grad_norm, to_mean, state, cfg)
-        del grads  # or they would take memory until the next step has its own
+        del grads  # because they would take memory until the next step has its own
         state.step += 1
         state.sequences += batches.sequences_per_step
         state.tokens += batches.tokens_per_step
@@ -441,12 +442,12 @@ def restore_state(model, cfg, train_length):
     state = TrainState(loss_scale=65536.0 if cfg.dtype == "float16" else 1.0)
     if not cfg.continues:
         return state
-    meta = run.read_meta(model.folder)  # the model may be extended by now, and have another meta
+    meta = run.read_meta(model.folder)  # not model.meta, because extending has changed it
     kept = asdict(state).keys() - {"sequences", "kernels"}
     if meta["train"].get("dtype") != cfg.dtype:
         kept -= {"loss_scale", "good_steps"}
     state = replace(state, **{name: meta[name] for name in kept})
-    # of this length: extend.py may go on with longer ones
+    # counted in this length, because extend.py may go on with longer sequences
     state.sequences = state.tokens // train_length
     return state
 
@@ -518,8 +519,7 @@ def main(argv=None):
     entry.load_entries(args.cfg.entry, POSITIONS)
     parallel.join_processes(devices.pick_device(args.cfg.device))
     with run.lock(args.cfg.out_dir):
-        status, _ = train_and_sample(make_model(args), args.cfg)
-        return status
+        return train_and_sample(make_model(args), args.cfg)[0]
 
 
 if __name__ == "__main__":

@@ -97,7 +97,8 @@ class Split:
         """Find sequence `index` of a training run, as locate().
 
         An epoch visits each of its sequences once, in an order and from an offset that depend on
-        (seed, epoch): as many as the last offset leaves; a text too short for it has none.
+        (seed, epoch). All epochs have as many sequences as the largest offset leaves. A text that
+        is too short for one at that offset is not shifted.
         """
         last_offset = length - 1 if sequence_ends(self, length, length - 1)[-1] else 0
         per_epoch = int(sequence_ends(self, length, last_offset)[-1])
@@ -303,10 +304,8 @@ class Text:
 
 class Dataset(Text):
     """A dataset by name or path: a Text, with train, a Split, and vocab_size, which may be larger
-    than the tokenizer's. sources and fractions: a Mixture's, or this one. tasks: the kinds of
-    data/tasks.py that its documents have.
-
-    bos=True or False overrides what the dataset has by default, unless it has masks.
+    than the tokenizer's. tasks: the kinds of data/tasks.py that its documents have. bos=True or
+    False overrides the dataset's default, unless it has masks.
     """
 
     def __init__(self, name, bos: bool | None = None):
@@ -327,11 +326,11 @@ class Dataset(Text):
         files = train_files + val_files
         masks = [file.with_suffix(".mask") for file in files]
         masks = masks if any(mask.is_file() for mask in masks) else []
-        made, asked = (str(value).lower() for value in (meta["bos_default"], bos))
-        problem = f"the documents of {name} were made with --bos={made}, and not with {asked}"
-        remedy = f"give --bos={made}, or prepare them again with --bos={asked}"
-        fits = not masks or bos in (None, meta["bos_default"])
-        require(fits, f"{problem}: {remedy}")
+        if masks and bos not in (None, meta["bos_default"]):
+            made, other = str(not bos).lower(), str(bos).lower()
+            problem = f"the documents of {name} were made with --bos={made}, and not with {other}"
+            remedy = f"give --bos={made}, or prepare them again with --bos={other}"
+            raise UserError(f"{problem}: {remedy}")
         kind = MaskedSplit if masks else Split
         self.train = kind(train_files, used, self.bos)
         self.val = kind(val_files, used, self.bos)
@@ -339,7 +338,7 @@ class Dataset(Text):
         self.n_bytes = meta.get("bytes", {}).get("val")
         self.tasks = set(meta.get("tasks", ()))
 
-    fractions = (1.0,)
+    fractions = (1.0,)  # A dataset counts as a mixture of itself alone.
 
     @property
     def sources(self):

@@ -7,9 +7,9 @@
     python data/prepare.py my.txt --tokenizer=bpe --vocab_size=4096      a vocabulary of its own
     python data/prepare.py --task=niah:1,nth:0.5 --length=256     documents that hide their answer
 
-Of a folder whole files are validation, by a hash of their path; of fewer than 20 files it is the
-last tenth of each. Of a file of JSON, a list or lines, the "text" of every row is a document.
---task makes the documents of data/tasks.py, of which only the answers are scored.
+In a folder of 20 files or more, a hash of the path sends a tenth of the files to validation. With
+fewer files, validation is the last tenth of each. In a file of JSON, a list or lines, the "text" of
+every row is a document. --task makes documents of data/tasks.py: only their answers are scored.
 """
 
 import math

@@ -160,11 +160,11 @@ def make_document(kind, tokenizer, length, seed, sample, bos=None, needles=True,
     n = int(np.searchsorted(ends, space, "right")) - 1
     body = [units[i] for i in order[:n]]
 
-    # needles go into the gaps between units, of one gap the last first
+    # Insert from the back, because an insertion would shift the gaps after it.
     gaps = [min(int(depth * (n + 1)), n) for depth, _ in task.needles]
     for i in reversed(np.argsort(gaps, kind="stable")):
         body.insert(gaps[i], facts[i])
-    # the rest is filled by the end of a unit
+    # Fill the last few tokens by the end of a unit.
     left = space - int(ends[n])
     longer = next(unit for unit in reversed(units) if len(unit) > left)
     ids = np.array(

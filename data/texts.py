@@ -36,7 +36,7 @@ SHAKESPEARE = (
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
-# Of fewer documents than this the end of each is validation, and no whole one.
+# With fewer documents than this, validation is the end of each document.
 FEW_DOCUMENTS = 20
 ROWS = (".json", ".jsonl", ".ndjson")  # endings of files whose rows are documents
 ROWS_REMEDY = 'write a list, or a row a line, each with a "text", or name it .txt'

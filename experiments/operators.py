@@ -203,8 +203,8 @@ def launches_of(arguments, options):
     launches = {}
     launch = flash.launch
 
-    def record(kernel, name, *tensors, **sizes):
-        launch(Recorder(kernel, name, launches), name, *tensors, **sizes)
+    def record(kernel, name, *others):
+        launch(Recorder(kernel, name, launches), name, *others)
 
     with mock.patch.object(flash, "launch", record):
         with_backward(functools.partial(kernels.attention, *arguments, **options))()

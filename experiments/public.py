@@ -55,15 +55,11 @@ from nanolong.evaluation import loss, provenance, repeats, retrieval
 from nanolong.strict_json import to_json
 
 # Arm -> method of extend.py and its options.
-METHODS = {
-    name: (name, {})
-    for name in ("none", "abf", "yarn", "lm-infinite", "self-extend", "jet-long", "pi", "ntk")
-}
+METHODS = {x: (x, {}) for x in "none abf yarn lm-infinite self-extend jet-long pi ntk".split()}
 METHODS["MrRoPE"] = ("yarn", {"ramp": "progressive"})
 TUNED = ("yarn", "none", "abf")  # of (c)
 SEQUENCES_PER_STEP = 4  # of config/finetune_public.toml
 SEEDS = (1, 2)  # of fine-tuning on the fewest tokens; on more only the first
-
 
 Task = Literal["niah", "multikey", "nth", "last"]
 
@@ -76,10 +72,7 @@ class PublicConfig:
     targets: int = 2560  # scored tokens of (a) and (c), the last of each document
     documents: int = 8  # documents of (a) and (c), at most
     # arms of (a), without training
-    arms: tuple[str, ...] = (
-        *("untouched", "yarn", "MrRoPE", "lm-infinite"),
-        *("self-extend", "jet-long"),
-    )
+    arms: tuple[str, ...] = tuple("untouched yarn MrRoPE lm-infinite self-extend jet-long".split())
     # arms of (b), also fine-tuned ones such as yarn+65536
     finders: tuple[str, ...] = ("untouched", "yarn", "self-extend", "jet-long", "lm-infinite")
     find: tuple[Task, ...] = ("niah", "multikey", "nth")  # tasks of (b)
@@ -214,8 +207,8 @@ class Checkpoints:
         words += [f"--options={','.join(f'{k}={v}' for k, v in options.items())}"]
         words += [f"--method={method}", f"--seed={seed}", f"--dataset={dataset}"]
         words += [f"--out_dir={self.folder_of(arm, seed)}", "--init_from=auto"]
-        imported = str(self.cache / "imported")
-        status = extend.main([imported, "config/finetune_public.toml", *words])
+        preset = "config/finetune_public.toml"
+        status = extend.main([str(self.cache / "imported"), preset, *words])
         # stopped by a signal, extend.py saves and returns 0
         is_done = not status and self.is_tuned(arm, seed)
         require(is_done, f"fine-tuning of {arm} was stopped: the same command goes on")
@@ -237,15 +230,24 @@ class Checkpoints:
 def plan(part, cfg, original_length, n_documents, cells):
     """Yield the keys of a part in the order in which they are measured. cells: key -> cell."""
     if part == "b":
-        yield from plan_prompts(cfg, original_length, cells)
-        return
-    groups, lengths = [[(arm, 0) for arm in cfg.arms]], sorted(cfg.lengths)
-    if part == "c":
-        groups = []
-        for tokens in sorted(cfg.tokens):
-            seeds = SEEDS if tokens == min(cfg.tokens) else SEEDS[:1]
-            groups += [[(f"{method}+{tokens}", seed) for method in TUNED] for seed in seeds]
-        groups[0].append(("abf", 0))
+        return plan_prompts(cfg, original_length, cells)
+    groups = [[(arm, 0) for arm in cfg.arms]] if part == "a" else tuned_arms(cfg)
+    return plan_repeats(cfg, original_length, n_documents, groups)
+
+
+def tuned_arms(cfg):
+    """List the arms of (c) in groups of the same tokens and seed: (arm, seed) each."""
+    groups = []
+    for tokens in sorted(cfg.tokens):
+        seeds = SEEDS if tokens == min(cfg.tokens) else SEEDS[:1]
+        groups += [[(f"{method}+{tokens}", seed) for method in TUNED] for seed in seeds]
+    groups[0].append(("abf", 0))  # without fine-tuning
+    return groups
+
+
+def plan_repeats(cfg, original_length, n_documents, groups):
+    """Yield the keys of (a) or (c), all documents of a group of arms before the next group."""
+    lengths = sorted(cfg.lengths)
     for group in groups:
         for document, (arm, seed) in itertools.product(range(n_documents), group):
             for length in lengths if seed <= SEEDS[0] else (lengths[0], lengths[-1]):
@@ -254,7 +256,7 @@ def plan(part, cfg, original_length, n_documents, cells):
 
 
 def plan_prompts(cfg, original_length, cells):
-    """Yield the keys of (b): first of the untouched checkpoint at its own length."""
+    """Yield the keys of (b): first the untouched checkpoint at its own length."""
     for prompt, task in itertools.product(range(cfg.prompts), cfg.find):
         yield Key(task, "untouched", 0, original_length, prompt)
     solved = []
@@ -292,8 +294,7 @@ def split_targets(cfg, tokens, extra_tokens):
     found = {}
     for short, long in itertools.pairwise(sorted(cfg.lengths)):
         masks = repeats.bucket_masks(trigrams, pairs, first_seen[short], first_seen[long])
-        found[f"far {long}"] = masks["far"]
-        found[f"pair far {long}"] = masks["pair far"]
+        found |= {f"{bucket} {long}": masks[bucket] for bucket in ("far", "pair far")}
         if short == min(cfg.lengths):
             found |= {bucket: masks[bucket] for bucket in ("all", "near", "new")}
     return found
@@ -316,8 +317,7 @@ def answer_prompt(model, checkpoints, key):
     for suffix, needles in (("", True), (" without", False)):
         words = (key.task, checkpoints.tokenizer, key.length, 1, key.document)
         prompt = make_document(*words, checkpoints.bos, needles)
-        answers = retrieval.answer_prompts(model, [prompt], checkpoints.cfg.dtype)
-        (right,), (nats,) = answers
+        (right,), (nats,) = retrieval.answer_prompts(model, [prompt], checkpoints.cfg.dtype)
         found |= {f"right{suffix}": right, f"nats{suffix}": round(nats, 4)}
     return found
 

@@ -38,7 +38,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
 
-import ast
 import contextlib
 import difflib
 import functools
@@ -82,7 +81,6 @@ from nanolong.strict_json import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path("out/experiments")
-SCHEMES = dict(POSITIONS)  # without the schemes of --entry
 
 # The code that a training run depends on, and what an evaluation depends on besides.
 TRAINING_CODE = ("model.py", "rope_scaling.py", "train.py", "extend.py", "data/*.py")
@@ -215,7 +213,7 @@ def prepare_data(experiment):
         return
     commands = " ".join(sum(experiment.arms.values(), []))
     files = [hash_file(word) for word in split(commands) if Path(word).is_file()]
-    code = hash_code(("data/*.py",))
+    code = hash_code("data/*.py")
     source = " ".join([hash_data(b.dataset), hash_file(experiment.file), code, *files])
     made_from = Path(b.data) / "made_from.txt"
     if not made_from.is_file() or made_from.read_text() != source:
@@ -262,28 +260,10 @@ def split(*commands):
 # What a command depends on
 
 
-@functools.cache
-def hash_code(files, pos=None):
-    """Hash the code of files, without docstrings and without the schemes of model.py but pos."""
-    others = {base.__name__ for scheme in SCHEMES.values() for base in scheme.__mro__}
-    used = [SCHEMES[pos]] if pos in SCHEMES else SCHEMES.values()
-    others -= {base.__name__ for scheme in used for base in scheme.__mro__}
-    digest = hashlib.sha256()
-    for file in sorted(file for pattern in files for file in ROOT.glob(pattern)):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in tree.body:
-            is_list = isinstance(node, ast.Assign) and ast.unparse(node.targets) == "POSITIONS"
-            is_docstring = isinstance(node, ast.Expr)
-            if getattr(node, "name", "") not in others and not (is_list or is_docstring):
-                digest.update(ast.dump(without_docstrings(node)).encode())
-    return digest.hexdigest()
-
-
-def without_docstrings(tree):
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
-            del node.body[0]
-    return tree
+def hash_code(*patterns):
+    """Hash the files of these patterns: after any change of one, runs are made again."""
+    files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
+    return hashlib.sha256(" ".join(map(hash_file, files)).encode()).hexdigest()
 
 
 @functools.cache
@@ -328,7 +308,6 @@ class Arm:
     runs: dict = field(default_factory=dict)  # of the arms before it: name -> run folder
     seconds: float = 0.0  # of the processor, for the commands
     key: list = field(default_factory=list)  # what the run folder depends on
-    pos: str | None = None  # a scheme of model.py that it has; None: any
     entries: list = field(default_factory=list)  # --entry flags, for commands on the run folder
 
     def load(self):
@@ -385,11 +364,9 @@ class Runs:
         """Run the commands of an arm, or what is left of them to run."""
         first = split(commands[0])
         arm.entries = [word for word in first if word.startswith("--entry=")]
-        if first[0] == "train" and not arm.entries:
-            arm.pos = dict(word.partition("=")[::2] for word in first).get("--pos", "rope")
-        code = hash_code(TRAINING_CODE, arm.pos)
-        if arm.entries:  # one may derive from another
-            code += hash_code(("examples/schemes/*.py",))
+        code = hash_code(*TRAINING_CODE)
+        if arm.entries:  # because one may derive from another
+            code += hash_code("examples/schemes/*.py")
         common = f"--seed={arm.seed} --device={self.device}"
         # Many runs of a minute: compiling takes longer on a CPU.
         if self.device.type == "cpu":
@@ -423,7 +400,7 @@ class Runs:
             meta = read_meta(list_steps(arm.folder)[-1])
             self.metas.setdefault(name, meta)
             self.weights.append([name, seed, meta["checksums"]["model.safetensors"]])
-        code = hash_code(TRAINING_CODE + EVALUATION_CODE, arm.pos)
+        code = hash_code(*TRAINING_CODE, *EVALUATION_CODE)
         for label, flags in experiment.evaluate.items():
             words = split(flags, f"--device={self.device}", shlex.join(arm.entries))
             key = [arm.key, words, hash_words(words), code]
@@ -431,7 +408,7 @@ class Runs:
             rows += [[f"{label} {measure}".strip(), *others] for measure, *others in found]
         if experiment.measure:
             key = [arm.key, name, seed, vars(arm.b), hash_data(arm.dataset), code]
-            key += [hash_file(experiment.file), hash_code(MEASURING_CODE), arm.runs]
+            key += [hash_file(experiment.file), hash_code(*MEASURING_CODE), arm.runs]
             found, _ = self.cached("measure", key, measure, experiment, arm)
             rows += found
         if commands:

@@ -35,8 +35,7 @@ visible_keys = eager.visible_keys
 
 def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions: see reference.rope()."""
-    # A compiler fuses the formula with the operators around it. float64 is for checking, and the
-    # kernel does not take it.
+    # A compiler fuses the formula with the operators around it. The kernel lacks float64.
     is_plain = torch.compiler.is_compiling() or q.dtype == torch.float64
     if is_plain or not triton_runs(q.device):
         return eager.rope(q, k, cos, sin)
@@ -72,9 +71,10 @@ def _sdpa_computes(q, k, *, window=0, gates=None, docs=None, return_lse=False, *
     """Whether PyTorch's SDPA computes attention without a bias: see use_sdpa()."""
     B, H, T, D = q.shape
     has_term = gates is not None or docs is not None or 0 < window < T
-    # its log-sum-exp has no gradient, and its causal mask starts at the first key
+    # SDPA's log-sum-exp has no gradient, and its causal mask starts at the first key.
     fits = _is_sdpa_allowed and not (has_term or return_lse) and T == k.shape[2]
-    # what FlashAttention and cuDNN take; the latter plans for each shape, 30 ms a short prompt
+    # FlashAttention's and cuDNN's limits. Not for short prompts, because cuDNN plans each shape for
+    # 30 ms.
     fits = fits and q.element_size() == 2 and D % 8 == 0 and D <= 128
     return fits and (T >= 128 or (torch.is_grad_enabled() and q.requires_grad))
 
@@ -82,7 +82,7 @@ def _sdpa_computes(q, k, *, window=0, gates=None, docs=None, return_lse=False, *
 def linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0):
     """Compute the loss of linear logits, of which few exist at a time: see the reference's."""
     row_losses = None
-    # A compiler fuses the formula. The kernel takes no float64, which is for checking.
+    # As in rope(): a compiler fuses the formula, and the kernel lacks float64.
     is_plain = torch.compiler.is_compiling() or weight.dtype == torch.float64
     if not is_plain and triton_runs(x.device):
         from .loss import row_losses

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# MKL chooses its vectorised functions at their first call. Two threads that make this call at the
-# same time can get different ones, whose last bits differ. A single thread makes it here, so that
-# the same command gives the same bits.
+# A single thread makes the first call, because MKL chooses its vectorised functions then, and two
+# threads at once can get different ones, whose last bits differ: the same command would give other
+# bits.
 for _dtype in (torch.float32, torch.float64):
     for _function in (torch.exp, torch.log, torch.sin, torch.cos):
         _function(torch.ones(1, dtype=_dtype))
 
-# Norms of queries and keys get bfloat16 with float32 weights under autocast, which is meant.
+# Not shown, because norms of queries and keys get float32 weights under autocast on purpose.
 warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
 # The most scores, or biases added to them, that exist at a time: 64 MiB in float32. The masks of
@@ -38,7 +38,7 @@ def linear(x, weight, bias=None):
     Returns (..., N) in the dtype of autocast, or of the weight where there is none.
     """
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        x = x.to(weight.dtype)  # of a model whose norms are wider than its matrices
+        x = x.to(weight.dtype)  # because a model's norms may be wider than its matrices
     if _are_few_rows(x, weight):
         return _multiply_few_rows(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -56,7 +56,7 @@ def _are_few_rows(x, weight):
 def _multiply_few_rows(x, weight, bias):
     """Compute linear() as weight x^T, by which MKL reads the weight twice to four times as fast.
 
-    Of a single column it would do so on one thread only, so that is multiplied twice.
+    A single column is multiplied twice, because MKL would use only one thread for it.
     """
     rows = x.reshape(-1, x.shape[-1])
     n = len(rows)
@@ -69,9 +69,9 @@ def _multiply_few_rows(x, weight, bias):
 def linear_each(x, *layers, joins_on_cpu=True):
     """Compute several linear layers of the same input; returns a list.
 
-    In training they are one product, with joined weights: a GPU fills its last round of tiles
-    better, the input is cast and its gradient added once, and threads of a CPU wait less often.
-    joins_on_cpu: False for wide layers, whose outputs a CPU would copy out of the product.
+    In training they are one product, with joined weights, because a GPU fills its last round of
+    tiles better, the input is cast and its gradient added once, and a CPU's threads wait less often.
+    joins_on_cpu: False for wide layers, because a CPU copies their outputs out of the product.
     """
     if not torch.is_grad_enabled() or not (joins_on_cpu or x.is_cuda):
         return [layer(x) for layer in layers]
@@ -89,8 +89,8 @@ def cos_sin(pos, inv_freq, factor=1.0):
 
     pos (...) int64, inv_freq (R/2,) float64: in float32 an angle is off by 0.06 at 1 M tokens.
     """
-    # A compiler would compute them again for every channel of every head and layer. Of one token a
-    # GPU does so in the kernels that there are, and this operator would launch seven in each layer.
+    # An operator, because a compiler would compute them again for every channel of every head and
+    # layer. Not for one token on a GPU, because the operator would launch seven kernels a layer.
     is_fused = pos.is_cuda and pos.shape[-1] == 1
     is_opaque = torch.compiler.is_compiling() and not is_fused
     compute = _cos_sin_operator if is_opaque else _compute_cos_sin
@@ -113,7 +113,7 @@ def _fake_cos_sin(pos, inv_freq, factor):
 
 def rope(q, k, cos, sin):
     """Compute reference.rope(); the arithmetic is float32, or float64 if q is."""
-    # in a decoding step, both at once: half the operator launches
+    # both at once in a decoding step, because that launches half the operators
     if q.shape[2] == 1 and not torch.is_grad_enabled():
         return rotate(torch.cat((q, k), 1), cos, sin).split((q.shape[1], k.shape[1]), 1)
     return rotate(q, cos, sin), rotate(k, cos, sin)
@@ -128,7 +128,7 @@ def rotate(x, cos, sin):
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation, which keeps no activations: its gradient is the rotation back."""
+    """A rotation that keeps no activations, because its gradient is the rotation back."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -150,7 +150,7 @@ def _rotate(x, cos, sin):
     half = cos.shape[-1]
     R = 2 * half
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-    if torch.compiler.is_compiling():  # it fuses these operators
+    if torch.compiler.is_compiling():  # not in place, because it fuses these operators
         wide, cos, sin = (y.transpose(1, 2) for y in (wide, cos, sin))
         a, b = wide[..., :half], wide[..., half:R]
         first = torch.addcmul(a * cos, b, sin, value=-1)
@@ -194,7 +194,7 @@ def positions_in_documents(docs):
 # -----------------------------------------------------------------------------
 # Attention
 
-CHUNK = 128  # queries at a time, if no compiler would unroll the chunks
+CHUNK = 128  # queries at a time, but all in a graph, because a compiler unrolls the chunks
 # Where PyTorch's operator with a mask is the fastest way for one query, too.
 MASKED_DEVICES = ("cpu",)
 
@@ -222,11 +222,11 @@ def attention(
             qkv = q.to(dtype), k.to(dtype), v
             return _attend_from_one_query(*qkv, bias, gates, scale, mask, length, return_lse)
     if is_plain:
-        # on a CPU float32 is faster for a short text
+        # in float32, because on a CPU that is faster for a short text
         is_slow = q.device.type == "cpu" and Tq > 1 and Tk < 512
         used = torch.promote_types(dtype, torch.float32) if is_slow else dtype
         q, k, v = q.to(dtype).to(used), k.to(dtype).to(used), v.to(used)
-        # a bool, also if a compiled length varies
+        # by if, because Tq > 1 is a symbol while a varying length is compiled
         is_causal = True if causal and Tq > 1 else False
         options = {"is_causal": is_causal, "scale": scale, "enable_gqa": H != Hk}
         with torch.autocast(q.device.type, enabled=False):
@@ -256,7 +256,7 @@ def attend_in_chunks(attend_chunk, q, k, v, terms, scale, mask, length=None):
     is_causal = mask.get("causal", True)
     has_window = mask.get("window") and not mask["sinks"]
     parts = []
-    with torch.autocast(q.device.type, enabled=False):  # which would round the scores
+    with torch.autocast(q.device.type, enabled=False):  # because it would round scores
         for start in range(0, Tq, size):
             rows = q[:, :, start : start + size]
             first = Tk - Tq + start
@@ -266,7 +266,7 @@ def attend_in_chunks(attend_chunk, q, k, v, terms, scale, mask, length=None):
                 keys = slice(max(0, first - mask["window"] + 1), keys.stop)
             query = torch.arange(first, end, device=q.device)
             if length is not None:
-                # where the queries end is known on the device only
+                # all keys, because only the device knows where the queries end
                 keys, query = slice(0, Tk), query - Tk + length
             key = torch.arange(keys.start, keys.stop, device=q.device)
             arguments = rows, k[:, :, keys], v[:, :, keys], terms, scale, query, key, mask
@@ -315,7 +315,7 @@ def _scores_to_add(query, key, bias, gates, seen, dtype):
     (B or 1, H or 1, n, m).
     """
     distance = (query[:, None] - key).abs()
-    if gates is not None:  # their difference in float64: they may be large
+    if gates is not None:  # in float64, because their difference is small and they are large
         scores = gates[:, :, query, None] - gates[:, :, None, key]
     elif bias is None:
         return None
@@ -347,7 +347,7 @@ def _attend_from_one_query(q, k, v, bias, gates, scale, mask, length, return_lse
     seen = visible_keys(query, key, **mask)
     added = _scores_to_add(query, key, bias, gates, seen, scores.dtype)
     scores = scores.masked_fill(~seen, -math.inf) if added is None else scores + added
-    # Values are split over products: a single one of few rows can leave most of a GPU idle.
+    # Values are split over products, because one of few rows can leave most of a GPU idle.
     n = SPLIT if Tk % SPLIT == 0 and v.is_contiguous() else Tk
     p = scores.softmax(-1).to(v.dtype).view(B * Hk, -1, Tk // n, n).transpose(1, 2)
     parts = _wide_product(p.reshape(-1, H // Hk, n), v.reshape(-1, n, D))
@@ -416,7 +416,7 @@ class _Loss(torch.autograd.Function):
 def _compute_losses(x, weight, targets, factor, dtype, z_loss, row_losses):
     """The losses (N,), and for factors (N,) the gradients of sum(factor * loss) for x and weight.
 
-    A compiled graph would repeat the operators for each chunk; of many, it calls this as it is.
+    Many chunks are one operator in a compiled graph, because it would repeat all for each chunk.
     """
     if torch.compiler.is_compiling() and len(token_chunks(x, weight)) > 32:
         return _compute_many_losses(x, weight, targets, factor, dtype, z_loss)
@@ -432,7 +432,7 @@ def _compute_losses(x, weight, targets, factor, dtype, z_loss, row_losses):
             token_weight = (targets[rows, None] >= 0) * factor[rows, None]
             dx.append(((p @ w) * token_weight).to(x.dtype))
             add_product(dweight, p, (chunk * token_weight).to(dtype))
-        del p  # before the next chunk's logits
+        del p  # because the next chunk's logits need its memory
     dx = torch.cat(dx) if dx else x.new_empty(0)
     return torch.cat(losses), dx, dweight.to(weight.dtype)
 
@@ -440,7 +440,7 @@ def _compute_losses(x, weight, targets, factor, dtype, z_loss, row_losses):
 def _row_losses(logits, targets, z_loss, has_grad):
     """The losses of rows of logits (N, V), and the logits' gradient, or None, where targets count.
 
-    Takes the only reference to the logits: they are freed before the gradient needs its memory.
+    The caller keeps no reference to the logits, because the gradient needs their memory.
     """
     dtype = logits.dtype
     target = targets[:, None].clamp(min=0)
@@ -453,11 +453,11 @@ def _row_losses(logits, targets, z_loss, has_grad):
     loss = torch.where(targets >= 0, loss.squeeze(1), 0.0)
     if not has_grad:
         return loss, None
-    # the gradient of the logits: softmax, less 1 at the target
+    # the gradient of the logits: softmax, minus 1 at the target
     p = p.exp_()
     if z_loss:
         p = p * (1 + 2 * z_loss * log_sum_exp)
-    if torch.compiler.is_compiling():  # fused; a deterministic scatter would sort
+    if torch.compiler.is_compiling():  # fused, because a deterministic scatter would sort
         p = p - (torch.arange(p.shape[1], device=p.device) == target).to(p.dtype)
     else:
         p = p.scatter_(1, target, -1.0, reduce="add")
@@ -483,7 +483,7 @@ def _fake_losses(x, weight, targets, factor, dtype, z_loss):
 def add_product(total, a, b):
     """Add a^T b to total (V, C), in place and in its dtype; a (N, V) and b (N, C) may have 16 bits.
 
-    A compiler would keep the products of all chunks, and add them up at the end.
+    An operator in a graph, because a compiler would keep the products of all chunks to the end.
     """
     add = _add_product_operator if torch.compiler.is_compiling() else _add_product
     add(total, a, b)
@@ -505,8 +505,8 @@ _add_product_operator = torch.library.custom_op(
 def token_chunks(x, weight):
     """Slices of the tokens, all of one size but the last, which may be a little shorter.
 
-    Their logits take at most 128 MiB in float32; on a GPU 1 GiB in 16 bits, for products of few
-    rows leave most of it idle.
+    Their logits take at most 128 MiB in float32. On a GPU they take 1 GiB in 16 bits, because
+    products of few rows leave most of it idle.
     """
     numbers = 1 << (29 if x.is_cuda else 25)
     most = max(128, numbers // weight.shape[0] // 128 * 128)

@@ -639,7 +639,7 @@ def _table_kernel(
             low = tl.zeros([BN], tl.float32)
             high = tl.zeros([BN], tl.float32)
             for split in tl.range(0, splits):
-                # of diagonal at // BM the first half, and of the one before the second
+                # A distance is in the first half of its diagonal, and in the second of the one before.
                 row = PARTIAL + (split * H + h) * diagonals * (2 * BM) + at + at // BM * BM
                 low += tl.load(row, mask=is_counted & (at < diagonals * BM), other=0.0)
                 is_high = is_counted & (at >= BM) & (at < (diagonals + 1) * BM)
@@ -824,7 +824,7 @@ def classify_tiles(docs, window, sinks, m, causal, i, j):
 
 
 def find_first(x, start):
-    """Of each row (..., n) of a mask the first place from `start` (...) on where it holds, or n."""
+    """Return the first index from `start` (...) on at which each row (..., n) is True, or n."""
     n = x.shape[-1]
     x = x & (torch.arange(n, device=x.device) >= start[..., None])
     return torch.where(x.any(-1), x.view(torch.uint8).argmax(-1), n)
@@ -891,7 +891,7 @@ def prepare_mask(tensors, docs, window, sinks, causal, has_grad, shared):
     """Bring documents (B, Tk) to int32, and find the tiles that they leave.
 
     Returns the documents, and tile_segments() for each of KERNELS that will run. Without documents
-    the list is empty, and launch() finds the tiles. shared: None, or a dict in which the result
+    the list is empty, because find_tiles() keeps these. shared: None, or a dict in which the result
     stays for calls with the same mask.
     """
     q, k, _, bias, _ = tensors
@@ -1018,31 +1018,31 @@ def constants(*values):
     return tuple(map(tl.constexpr, values))
 
 
-def launch(kernel, name, call, segments, *arguments, grid=None):
-    """Launch one of KERNELS with the arguments that it takes after the call's.
-
-    segments: result of prepare_mask(). grid: by default a program for each row of segments and each
-    head.
-    """
+def find_tiles(name, call, segments):
+    """Return tile_segments() for one of KERNELS, as in prepare_mask()'s, and a grid of its rows."""
     q = call.q.ptr
-    tile = tile_for(q, call.KIND.value, name)
+    of_keys = name == "dkdv"
     if segments:
-        segments = segments[KERNELS.index(name)]
-    elif name == "sweep":
-        segments = None
+        tiles = segments[KERNELS.index(name)]
     else:
+        BM, BN, *_ = tile_for(q, call.KIND.value, name)
         where = (call.window or 0, call.sinks, call.Tq, call.Tk, call.m, call.CAUSAL.value)
-        segments = segments_by_index(*where, tile.BM, tile.BN, name == "dkdv", q.device)
-    sizes = {"BM": tile.BM}
-    if name != "sweep":  # whose tiles are square
-        sizes["BN"] = tile.BN
-        heads = (call.k.ptr if name == "dkdv" else q).shape[1]
-        grid = grid or (segments.shape[1], heads, len(q))
+        tiles = segments_by_index(*where, BM, BN, of_keys, q.device)
+    return tiles, (tiles.shape[1], (call.k.ptr if of_keys else q).shape[1], len(q))
+
+
+def launch(kernel, name, grid, call, tiles, *arguments):
+    """Launch a kernel with the Tile of one of KERNELS, and the arguments after its segments.
+
+    tiles: result of tile_segments(), or None for a sweep over all.
+    """
+    tile = tile_for(call.q.ptr, call.KIND.value, name)
+    # The sweep's tiles are square.
+    sizes = {"BM": tile.BM} if name == "sweep" else {"BM": tile.BM, "BN": tile.BN}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.registers and call.window is None and call.docs is None:
         options["maxnreg"] = tile.registers
-    arguments = call, per_token(segments), *arguments
-    run(kernel, q, grid, arguments, sizes, **options)
+    run(kernel, call.q.ptr, grid, (call, per_token(tiles), *arguments), sizes, **options)
 
 
 def empty_output(x):
@@ -1107,7 +1107,8 @@ def _attention(
     if out.numel():
         terms = bias, in_two_parts(gates)
         call = make_call(q, k, v, *terms, docs, window, sinks, causal, scale)
-        launch(_forward_kernel, "forward", call, segments, as_rows(out), lse)
+        tiles, grid = find_tiles("forward", call, segments)
+        launch(_forward_kernel, "forward", grid, call, tiles, as_rows(out), lse)
     return out, lse
 
 
@@ -1146,12 +1147,14 @@ def _attention_backward(
     delta = torch.empty_like(lse)
     of_rows = torch.zeros_like(lse) if dlse is None else dlse
     tensors = as_rows(out), lse, as_rows(dout), of_rows, as_rows(dq), delta
-    launch(_dq_kernel, "dq", call, segments, *tensors)
+    tiles, grid = find_tiles("dq", call, segments)
+    launch(_dq_kernel, "dq", grid, call, tiles, *tensors)
     dkey = dgates
     if kind == SLOPES.value:
         dkey = lse.new_empty(*lse.shape[:2], call.Tk)
     tensors = lse, as_rows(dout), delta, as_rows(dk), as_rows(dv), dkey
-    launch(_dkdv_kernel, "dkdv", call, segments, *tensors)
+    tiles, grid = find_tiles("dkdv", call, segments)
+    launch(_dkdv_kernel, "dkdv", grid, call, tiles, *tensors)
     if dgates is not None and dlse is not None:
         dgates[..., call.Tk - call.Tq :] += dlse
     if kind == SLOPES.value:
@@ -1199,21 +1202,18 @@ def _sweep(call, segments, lse, dout, delta):
     splits = max(1, min(SWEEP_PROGRAMS // (H * max(1, diagonals)), tiles))
     partial = lse.new_empty(splits, H, diagonals, 2 * BM)
     if diagonals:
-        launch(
-            _sweep_kernel, "sweep", call, segments,
-            lse, as_rows(dout), delta, partial, B, first, grid=(diagonals, H, splits),
-        )  # fmt: skip
+        tiles = segments[KERNELS.index("sweep")] if segments else None
+        tensors = lse, as_rows(dout), delta, partial
+        launch(_sweep_kernel, "sweep", (diagonals, H, splits), call, tiles, *tensors, B, first)
     return partial, d0, BM
 
 
 def reaches_last_entry(call, segments):
     """Whether a query sees a key at distance m - 1 or more: a bool, or one on the device."""
     if segments:
-        of_queries = segments[KERNELS.index("dq")]
-        reached = of_queries.new_empty(len(call.q.ptr), of_queries.shape[1])
-        launch(
-            _reach_kernel, "dq", call, segments, reached, grid=(reached.shape[1], 1, len(reached))
-        )
+        tiles, (n_blocks, _, B) = find_tiles("dq", call, segments)
+        reached = tiles.new_empty(B, n_blocks)
+        launch(_reach_kernel, "dq", (n_blocks, 1, B), call, tiles, reached)
         return reached.any()
     is_near = call.window and call.window < call.m and not call.sinks
     return bool(call.Tk >= call.m and not is_near)

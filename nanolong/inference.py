@@ -66,24 +66,24 @@ def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
     tokens: result of read_tokens().
     """
     total = tokens.shape[1] + max_new_tokens - 1  # the last token is not an input
-    # Compiled, in steps of 256, so that a slightly longer prompt compiles nothing new.
+    # Compiled, in steps of 256, because a slightly longer prompt then compiles nothing new.
     capacity = -(-total // 256) * 256 if compiled else total
     cache = model.cache_class(capacity)
-    modules = list(model.modules())  # walking the tree at every token would cost time
+    modules = list(model.modules())  # once, because walking the tree at every token costs time
     step = None
     # Prefill computes all prompt tokens, and decoding one at a time. Between two tokens the model
-    # is as the caller has it, who may be training it.
+    # is in its own mode, because the caller may be training it.
     for number in range(max_new_tokens):
         with evaluation_mode(modules):
             if compiled and number == 1:
-                model.check_length(total)  # steps of fixed shape do not look at the length
+                model.check_length(total)  # here, because steps of fixed shape do not check it
                 step = FixedShapeStep(model, cache).compile()
             if step is None:
                 hidden_states = model.hidden_states(tokens, cache=cache)
                 logits = model.head(hidden_states[:, -1]).float()
             else:
                 logits = compute_compiled(step, tokens, model)
-        if number == 0 or logits.is_cpu:  # a GPU would be waited for once more at every token
+        if number == 0 or logits.is_cpu:  # not at every token, because the CPU waits for a GPU
             check_logits(logits)
         tokens = sample_token(logits, sampling)
         yield tokens
@@ -94,7 +94,7 @@ def evaluation_mode(modules):
     """Switch off, inside `with`, effects of training mode, such as dropout, and the
     deterministic algorithms that training asks torch for.
 
-    Decoding is repeatable without them, and with them a GPU sorts the indices of index_copy_().
+    Decoding does without them, because it is repeatable, and a GPU would sort each index_copy_().
     """
     in_training = [module for module in modules if module.training]
     debug_mode = torch.get_deterministic_debug_mode()
@@ -151,7 +151,7 @@ def token_probabilities(logits, temperature, top_k, top_p, min_p):
     if top_p < 1:
         mass = p.flip(-1).cumsum(-1).flip(-1)  # of a token and all that are less likely
         is_left_out = mass <= 1 - top_p
-        is_left_out[:, 0] = False
+        is_left_out[:, 0] = False  # because rounding may leave out all
         p = p.masked_fill(is_left_out, 0.0)
     if min_p > 0:
         p = torch.where(p < min_p * p.amax(-1, keepdim=True), 0.0, p)
@@ -241,7 +241,7 @@ class FixedShapeStep:
     def run(self, tokens):
         """Map tokens (B, 1) to logits (B, V), float32, and advance by one token."""
         cache = self.cache
-        # autocast's own cache of cast weights is not in the graph
+        # without autocast's cache of cast weights, because that is not in the graph
         is_cast = self.dtype is not None
         with torch.autocast(self.device_type, self.dtype, enabled=is_cast, cache_enabled=False):
             positions = cache.all_pos.index_select(-1, cache.write_index)
@@ -250,7 +250,7 @@ class FixedShapeStep:
             logits = call(self.model, self.weights, (tokens,), options, tie_weights=False)
         for count in (cache.write_index, cache.valid_length):
             count.add_(1)
-        # A compiled step would return what it leaves in the cache, and guard it.
+        # Removed, because a compiled step would return what it leaves in the cache, and guard it.
         cache.pos, cache.tables, cache.tiles = None, None, {}
         return logits[:, -1].float()
 
@@ -260,7 +260,7 @@ class FixedShapeStep:
         """
         if self.device_type != "cuda":
             return torch.compile(self.run, fullgraph=True)
-        # A graph reads and writes these where they lie; other inputs are copied to it at each step.
+        # They keep their addresses, because a graph copies other inputs at each step.
         for x in (*self.weights.values(), *self.cache.tensors()):
             torch_private.keep_address(x)
         return torch.compile(self.run, fullgraph=True, mode="reduce-overhead")

@@ -9,7 +9,7 @@ from nanolong.errors import UserError, require
 
 
 def get_lr(cfg, step):
-    """The learning rate of a step, counted from 0. cfg: a TrainConfig."""
+    """Return the learning rate of step 0, 1, ... Warmup is above 0, because 0 trains nothing."""
     if step < cfg.warmup_iters:
         return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
     progress = (step - cfg.warmup_iters) / max(1, cfg.max_iters - cfg.warmup_iters)  # 0 to 1
@@ -44,16 +44,16 @@ def make_optimizers(model, cfg):
     ]
     adamw = torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=0.0,  # set at every step
+        lr=0.0,  # because training sets it before every step
         betas=(cfg.beta1, cfg.beta2),
         weight_decay=cfg.weight_decay,
         fused=all(p.device.type in ("cpu", "cuda") for p in params.values()),
     )
     if not use_muon:
         return [adamw]
-    # Steps are as large as AdamW's usually are (Liu et al. 2025, arXiv 2502.16982), so that one
-    # learning rate fits both optimizers.
-    torch_private.muon_in_float32()
+    # Steps as large as AdamW's usually are (Liu et al. 2025, arXiv 2502.16982), because both have
+    # one learning rate.
+    torch_private.muon_in_float32()  # because a CPU multiplies bfloat16 slowly
     muon = torch.optim.Muon(
         matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
@@ -101,7 +101,7 @@ def gradients(model):
 
 
 def name_bad_gradient(model, norm):
-    """Say which parameter's gradient makes their norm not finite, if it is one alone: or ""."""
+    """Name the parameter whose gradient makes the norm infinite or NaN, or "" if several do."""
     if math.isfinite(norm):
         return ""
     norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.requires_grad}

@@ -1,6 +1,5 @@
 """The output of a run: a header, its progress, its log, and a sample at the end."""
 
-import importlib.util
 import math
 import shlex
 import sys
@@ -14,7 +13,7 @@ from tqdm import tqdm
 
 import data
 from nanolong import devices, errors, optim, parallel, run
-from nanolong.errors import note, require
+from nanolong.errors import note
 
 
 def no_terminal():
@@ -54,10 +53,6 @@ class RunLog:
         self.bar = tqdm(total=cfg.last_step, initial=state.step, unit="step", disable=hidden)
         self.log = None
         if self.rank == 0:
-            installed = not cfg.wandb or importlib.util.find_spec("wandb")
-            require(installed, "--wandb needs its package: pip install wandb, or leave it out")
-            if cfg.overwrite and not cfg.resumes and run.list_steps(cfg.out_dir):
-                run.move_aside(cfg.out_dir)
             row_settings = {**asdict(batches.model.config), **asdict(cfg)}
             step = state.step if cfg.resumes else None
             self.log = run.Log(cfg.out_dir, step, cfg.wandb, row_settings)
@@ -66,7 +61,7 @@ class RunLog:
 
     def resumed(self, state, saved):
         """Print, and log, the settings of training that are others now; saved: the checkpoint's."""
-        names = saved.keys() - {"init_from", *run.OF_ONE_COMMAND}
+        names = saved.keys() - {"init_from", *run.NOT_RESUMED}
         changed = run.changed_settings(saved, asdict(self.cfg), names)
         texts = [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
         if changed:
@@ -147,11 +142,10 @@ def note_unused(schemes, config, entries, given):
     if names and config.pos not in names:  # a preset's scheme wins
         note(f"--pos={config.pos} is trained, and no scheme of --entry: give --pos={names[0]}")
     scheme = schemes[config.pos]
-    of_schemes = {name for other in schemes.values() for name in other.settings}
-    unused = dict.fromkeys(of_schemes - {*scheme.settings}, f"--pos={config.pos}")
-    for name in sorted(given & unused.keys()):
+    known = {name for other in schemes.values() for name in other.settings}
+    for name in sorted(given & known - {*scheme.settings}):
         if getattr(config, name) != getattr(type(config), name):
-            note(f"{unused[name]} does not use --{name}: leave it out, or choose another")
+            note(f"--pos={config.pos} does not use --{name}: leave it out, or choose another")
     if config.sinks and scheme.forgets:
         note(f"--pos={config.pos} forgets the --sinks: they lose weight with distance")
 

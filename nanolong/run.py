@@ -39,7 +39,7 @@ FORMAT = 8  # of checkpoints, in meta.json
 # older formats, and the last commit that reads each
 READ_BY = {7: "d5462f6", 6: "5436555", 5: "b046c6d", 4: "b046c6d"}
 # Settings that a resumed run does not take over, and their defaults.
-OF_ONE_COMMAND = {"stop_at": 0, "overwrite": False, "entry": (), "text": "", "out_dir": ""}
+NOT_RESUMED = {"stop_at": 0, "overwrite": False, "entry": (), "text": "", "out_dir": ""}
 
 # -----------------------------------------------------------------------------
 # Writing a checkpoint.
@@ -246,23 +246,22 @@ def read_meta(folder):
     file = Path(folder) / "meta.json"
     try:
         meta = from_json(file.read_text(encoding="utf-8"))
-        # the meta.json of a dataset has none
-        version = meta["format"] if "vocab_size" not in meta else None
-        is_read = version == FORMAT
-        intact = not is_read or meta["checksums"]["meta.json"] == checksum_of_meta(meta)
-        commit = READ_BY.get(version)
+        problem = f"{folder} is a dataset, and no checkpoint"
+        require("vocab_size" not in meta, f"{problem}: give a run folder")
+        version = meta["format"]
+        reader = "the version that wrote it"
+        if version in READ_BY:
+            reader = f"commit {READ_BY[version]}, the last that reads it"
+        problem = f"{file} has format {version!r:.20}, and this version reads {FORMAT}"
+        require(version == FORMAT, f"{problem}: use {reader}, or train again")
+        if meta["checksums"]["meta.json"] == checksum_of_meta(meta):
+            return meta
+        reason = "it was edited or cut off: its checksum is not the one that it holds"
+    except UserError:
+        raise
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise damaged(file, error) from None
-    require(version is not None, f"{folder} is a dataset, and no checkpoint: give a run folder")
-    reader = f"commit {commit}, the last that reads it" if commit else "the version that wrote it"
-    require(
-        is_read,
-        f"{file} has format {version!r:.20}, and this version reads {FORMAT}: use {reader}, or "
-        "train again",
-    )
-    if not intact:
-        raise damaged(file, "it was edited or cut off: its checksum is not the one that it holds")
-    return meta
+        reason = error
+    raise damaged(file, reason)
 
 
 def read_tensors(folder, stem, meta):
@@ -302,7 +301,7 @@ def settings_to_resume(given, out_dir):
     require(steps, f"there is no checkpoint in {out_dir} to resume: {advice}")
     meta = read_meta(steps[-1])
     require(meta["train"], f"{steps[-1]} was not written by training: give another --out_dir")
-    return {**meta["config"], **meta["train"], **OF_ONE_COMMAND}
+    return {**meta["config"], **meta["train"], **NOT_RESUMED}
 
 
 def take_over(model, *more):
@@ -312,10 +311,8 @@ def take_over(model, *more):
 
 
 def changed_settings(saved, asked, names):
-    """The settings that differ: name -> [old, new]; saved, asked: settings by name; names: names of
-    settings to compare, and of some that are not asked.
-    """
-    # as JSON has them: a tuple as a list
+    """Return the settings that differ: name -> [old, new]. Names that `asked` lacks are skipped."""
+    # As in JSON, because a tuple is saved as a list.
     saved, asked = (from_json(to_json(values)) for values in (saved, asked))
     pairs = {name: [saved[name], asked[name]] for name in sorted(asked.keys() & names)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -453,7 +450,7 @@ def load_optimizers(model, optimizers, settings):
 
 
 def weights_hash(model):
-    """Of the weights of the checkpoint that a model was loaded from: 16 digits, or "none"."""
+    """Return 16 digits of the weights' checksum, or "none" for a model that was not loaded."""
     return model.meta.get("checksums", {}).get("model.safetensors", "none")[:16]
 
 
@@ -500,7 +497,9 @@ def lock(folder):
 
 
 def move_aside(folder):
-    """Rename a run folder to NAME.old1, NAME.old2, ...: nothing is removed."""
+    """Rename a run folder, if it holds a run, to NAME.old1, NAME.old2, ...: nothing is removed."""
+    if parallel.rank_and_world()[0] or not list_steps(folder):
+        return
     folder = Path(folder)
     names = (folder.with_name(f"{folder.name}.old{n}") for n in itertools.count(1))
     new = next(name for name in names if not name.exists())

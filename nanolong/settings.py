@@ -46,15 +46,13 @@ KINDS = {
 def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
     """Read the command line into one instance of each dataclass, by the names given here.
 
-    Takes --name=value, --name value, --name alone for a bool, and presets, which stack. A flag of
-    the type Sequence may be given several times.
+    Accepts --name=value, --name value, --name for a true bool, and presets, which stack. A flag of
+    the type Sequence may be given several times. Returns an object with the instances, `given`, the
+    set of names that were set, and `paths`, the other words.
 
     paths: what other words are, for --help; None: there are none. defaults: a function (values by
     name, other words) -> values that stand in for the dataclasses' defaults, such as a resumed
     run's. unlisted: names of dataclasses that --help leaves out.
-
-    Returns an object with the instances, `given`, the set of names that were set, and `paths`, the
-    other words.
     """
     known = {name: settings_of(cls) for name, cls in classes.items()}
     hints = {name: row[0] for rows in known.values() for name, row in rows.items()}
@@ -92,10 +90,9 @@ def read_flag(word, following, hints):
     name = name.replace("-", "_")
     if not equals:
         hint = hints.get(name)
-        is_bool = hint in (bool, bool | None) or "true" in typing.get_args(hint)
+        is_bool = hint in (bool, bool | None)
         is_value = following and not following[0].startswith("--")
-        values = {*BOOLS, *typing.get_args(hint)}
-        takes_next = is_value and (not is_bool or following[0].lower() in values)
+        takes_next = is_value and (not is_bool or following[0].lower() in BOOLS)
         require(is_bool or takes_next or name not in hints, f"--{name} has no value: give one")
         value = following.pop(0) if takes_next and name in hints else "true"
     return name, convert(name, value, hints, f"--{name}={value:.60}")
@@ -112,8 +109,7 @@ def read_preset(word):
 
 
 def preset_names():
-    files = sorted(CONFIG.rglob("*.toml"))
-    return [file.relative_to(CONFIG).as_posix() for file in files]
+    return [file.relative_to(CONFIG).as_posix() for file in sorted(CONFIG.rglob("*.toml"))]
 
 
 # settings of earlier versions: what went, and what to do instead
@@ -130,15 +126,8 @@ GONE = {
 
 
 def convert(name, value, hints, where="the earlier run"):
-    """Convert a value, text or of TOML or JSON, to the type of a setting.
-
-    where: the beginning of the error message. Numbers must be finite and not negative.
-    """
-    if name not in hints:
-        require(name not in GONE, f"--{name} went: {GONE.get(name)}")
-        similar = difflib.get_close_matches(name, hints, 1)
-        advice = f"did you mean --{similar[0]}?" if similar else "--help lists them all"
-        raise UserError(f"there is no setting {name!r} ({where}): {advice}")
+    """Convert a value, text or of TOML or JSON, to a setting's type. where: how an error begins."""
+    check_name(name, hints, where)
     kind = hints[name]
     if isinstance(kind, types.UnionType):  # T | None
         kind = typing.get_args(kind)[0]
@@ -148,27 +137,41 @@ def convert(name, value, hints, where="the earlier run"):
     if origin is Sequence:
         return (value,) if isinstance(value, str) else tuple(value)
     if origin is tuple:
-        items = value
-        if not isinstance(value, list | tuple):
-            items = [item.strip() for item in str(value).split(",")]
-        example = ",".join(typing.get_args(arguments[0])[:2]) or "1,2,3"
-        hint = {name: arguments[0]}
-        try:
-            return tuple(convert(name, x, hint, f"{x!r} in {where}") for x in items if x != "")
-        except UserError as error:
-            raise UserError(f"{error}, or several, as in --{name}={example}") from None
+        return convert_items(name, value, arguments[0], where)
     if origin is typing.Literal:
-        # a switch with a third word
-        if "true" in arguments and str(value).lower() in BOOLS:
-            value = str(BOOLS[str(value).lower()]).lower()
         require(value in arguments, f"{where}: {name} is one of {', '.join(arguments)}")
         return value
+    return convert_one(name, value, kind, where)
+
+
+def check_name(name, hints, where):
+    """Raise UserError for the name of no setting, and advise another."""
+    if name in hints:
+        return
+    require(name not in GONE, f"--{name} went: {GONE.get(name)}")
+    similar = difflib.get_close_matches(name, hints, 1)
+    advice = f"did you mean --{similar[0]}?" if similar else "--help lists them all"
+    raise UserError(f"there is no setting {name!r} ({where}): {advice}")
+
+
+def convert_items(name, value, kind, where):
+    """Convert a list, or words with commas between them, to a tuple of this type."""
+    items = value if isinstance(value, list | tuple) else map(str.strip, str(value).split(","))
+    example = ",".join(typing.get_args(kind)[:2]) or "1,2,3"
+    try:
+        return tuple(convert(name, x, {name: kind}, f"{x!r} in {where}") for x in items if x != "")
+    except UserError as error:
+        raise UserError(f"{error}, or several, as in --{name}={example}") from None
+
+
+def convert_one(name, value, kind, where):
+    """Convert a value to a text, a bool, or a number, which is finite and not negative."""
     if kind is str and isinstance(value, str):
         return value
     try:
         if kind is bool:
             return BOOLS[str(value).lower()]
-        number = kind(float(value))  # 1e3 and 10_000 are whole numbers, too
+        number = kind(float(value))  # by float, because 1e3 and 10_000 are whole numbers
         if not isinstance(value, bool) and 0 <= number < LIMITS[kind] and number == float(value):
             return number
     except (ValueError, TypeError, KeyError, OverflowError):
@@ -237,10 +240,7 @@ def help_of(classes, paths=None):
 
 
 def settings_of(cls):
-    """Name -> (type, group, comment) of the settings of a dataclass, its own before its bases'.
-
-    The comment of a setting is on its line, or directly above it.
-    """
+    """Name -> (type, group, comment) of the settings of a dataclass, its own before its bases'."""
     hints = typing.get_type_hints(cls)
     found, group, above = {}, "settings", []
     for line in "\n".join(map(inspect.getsource, cls.__mro__[:-1])).splitlines():

@@ -20,16 +20,16 @@ TASKS = {"loss", "needle", "ruler", "cost"}
 
 @dataclass
 class Cell:
-    """What is measured at once, of one checkpoint at one length: one record or several."""
+    """One measurement of one checkpoint at one length, which fills in one record or several."""
 
-    records: list  # without what find() adds; JSON values
-    find: Callable  # returns the records with their measurements; may raise UserError
+    records: list  # records that compute() fills in; JSON values
+    compute: Callable  # returns the records with their measurements; may raise UserError
     settings: list = field(default_factory=list)  # further settings that it depends on; JSON values
 
     def measure(self):
-        """Return the records; if they cannot be measured, they have "refused" with the reason."""
+        """Return the records, filled in, or with "refused" and the reason."""
         try:
-            return self.find()
+            return self.compute()
         except UserError as error:
             return [{**record, "refused": str(error)} for record in self.records]
 
@@ -85,7 +85,8 @@ def read_records(file, keys):
     found = {}
     for record in saved:
         if record.get("key") in keys and record["key"] not in null:
-            record.pop("difference", None)  # of other checkpoints; it is found again
+            # Another command may compare other checkpoints, so it computes this again.
+            record.pop("difference", None)
             found.setdefault(record["key"], []).append(record)
     if found:
         print(f"reused: {len(found)} of {len(keys)} measurements, from {file}", flush=True)
@@ -98,8 +99,7 @@ def read_records(file, keys):
 
 def write_lines(file, records):
     """Write a list as JSON, one record a line, as write_json() does; a device is written to."""
-    lines = ",\n".join(to_json(record) for record in records)
-    text = f"[\n{lines}\n]\n"
+    text = "[\n" + ",\n".join(map(to_json, records)) + "\n]\n"
     if file.is_file() or not file.exists():
         replace_text(file.resolve(), text)  # the target of a link
     else:

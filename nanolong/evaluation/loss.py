@@ -4,7 +4,6 @@ and their losses.
 
 import warnings
 from contextlib import contextmanager
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -44,7 +43,8 @@ def place_sequences(protocol, length, start, stop, stride, lengths):
         step = min(stride, length)
         first_end = max(length, start + step)  # tokens before `start` are context, too
     ends = [start, *range(first_end, stop, step), stop]
-    return [(end - length, length - (end - previous_end)) for previous_end, end in pairwise(ends)]
+    n_new = np.diff(ends).tolist()  # targets after the end of the sequence before
+    return [(end - length, length - n) for end, n in zip(ends[1:], n_new, strict=True)]
 
 
 def find_spans(split, lengths, max_tokens):
@@ -55,9 +55,7 @@ def find_spans(split, lengths, max_tokens):
     are shorter. Returns the spans, and the `lengths` that fit. Raises UserError for a split with
     masks: its sequences are documents.
     """
-    problem = (
-        f"{split.masked_file} has a mask of scored targets, and this protocol scores running text"
-    )
+    problem = f"{split.masked_file} has a mask of scored targets, and running text is scored"
     require(not split.masked_file, f"{problem}: give --text=FILE, or a --dataset without masks")
     sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]
     fitting = [length for length in lengths if length <= min(max_tokens, max(sizes))]

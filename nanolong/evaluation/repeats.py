@@ -12,9 +12,7 @@ from nanolong import devices
 from nanolong.evaluation import intervals, loss
 from nanolong.evaluation.log import Cell
 
-# Targets by the last earlier place of the three tokens that end with them: in the shorter context;
-# in the longer one alone; in neither; never in the document. pair far: targets whose two preceding
-# tokens stood in the longer context alone, whatever followed there.
+# Groups of targets: see bucket_masks().
 BUCKETS = ("all", "near", "far", "beyond", "new", "pair far")
 # With fewer documents than this intervals are over places: sequences of the longer context, which
 # lie end to end, so that each place has targets and a context of its own.
@@ -55,7 +53,8 @@ def repeats_of(tokens, is_separator):
 
 
 def bucket_masks(trigrams, pairs, first_near, first_far):
-    """Put targets into buckets: {bucket: bool (N,)}.
+    """Put targets into buckets, by where the trigram that ends with them stood last before, or the
+    pair of tokens before them, whatever followed there: {bucket: bool (N,)}.
 
     trigrams, pairs: last places, of repeats_of(); first_near, first_far: index of the first token
     that is visible to the targets in the shorter and in the longer context.
@@ -63,10 +62,10 @@ def bucket_masks(trigrams, pairs, first_near, first_far):
     is_far = (trigrams < first_near) & (trigrams >= first_far) & (trigrams >= 0)
     return {
         "all": np.ones(len(trigrams), bool),
-        "near": (trigrams >= first_near) & (trigrams >= 0),
-        "far": is_far,
-        "beyond": (trigrams >= 0) & (trigrams < first_far),
-        "new": trigrams == -1,
+        "near": (trigrams >= first_near) & (trigrams >= 0),  # in the shorter context
+        "far": is_far,  # in the longer context only
+        "beyond": (trigrams >= 0) & (trigrams < first_far),  # before both contexts
+        "new": trigrams == -1,  # nowhere in the document
         "pair far": (pairs < first_near) & (pairs >= first_far) & (pairs >= 0),
     }
 

@@ -4,6 +4,7 @@ import codecs
 import hashlib
 import math
 import shlex
+from collections import namedtuple
 from functools import cache, partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -19,9 +20,10 @@ from nanolong.errors import UserError, note, require
 from nanolong.evaluation import intervals, loss, repeats
 from nanolong.evaluation.log import Cell
 
-# Equal parts of a sequence whose losses `position` records apart.
-N_PARTS = 16
+N_PARTS = 16  # equal parts of a sequence whose losses `position` records apart
 N_SHOWN = 4096  # tokens of the text that the report colours
+# Sums over targets of a sequence. text_loss: over those that stand for text. None: unknown.
+Row = namedtuple("Row", ("loss", "tokens", "n_bytes", "text_loss"), defaults=(None, None))
 
 
 def open_texts(models, cfg):
@@ -129,8 +131,8 @@ def plan_losses(models, cfg, texts):
     for (name, model), length, (protocols, fields) in product(models.items(), cfg.lengths, groups):
         blank = {"checkpoint": name, "task": "loss"}
         records = [{**blank, "protocol": p, "length": length, **fields} for p in protocols]
-        find = partial(score, records, model, texts[name], cfg)
-        cells.append(Cell(records, find, [cfg.max_tokens, cfg.lengths]))
+        compute = partial(score, records, model, texts[name], cfg)
+        cells.append(Cell(records, compute, [cfg.max_tokens, cfg.lengths]))
     if "repeats" in cfg.protocol:
         for name, model in models.items():
             cells += repeats.plan(name, model, texts[name], cfg)
@@ -138,9 +140,8 @@ def plan_losses(models, cfg, texts):
 
 
 def group_protocols(protocols, stride, lengths):
-    """Group the protocols that share their forward passes, with the extra fields of their records.
-
-    stride: 0 for the default. Returns a list of (protocols, fields).
+    """List the protocols that share their forward passes, and the extra fields of their records:
+    (protocols, fields) each. stride: 0 for the default.
     """
     groups = {}
     for protocol in protocols:
@@ -163,24 +164,21 @@ def score(blank, model, text, cfg):
     placement = (first["protocol"], first.get("stride"), cfg.lengths)
     sequences = loss.find_sequences(text.val, length, cfg.max_tokens, *placement)
     dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-    # the tokens are hashed, not their description: one vocabulary may split text in two ways
+    # the tokens are hashed, because one vocabulary may split text in two ways
     ids = hashlib.sha256(text.hash.encode())
-    cells = [(record, *part) for record in blank for part in parts_of(record["protocol"], length)]
-    # of each sequence its summed loss and tokens; if known its bytes, and the loss of its text
-    rows = [[] for _ in cells]
-    # sums of sequences are all that is kept, so that a long text needs little memory
+    parts = [(record, *part) for record in blank for part in parts_of(record["protocol"], length)]
+    rows = [[] for _ in parts]  # a Row for each sequence, because all losses would fill the memory
     for batch, x, y, losses in loss.sequence_losses(model, text.val, length, sequences, dtype):
         ids.update(x.numpy().tobytes() + y.numpy().tobytes())
-        values = [losses, y >= 0]
-        starts_file = [start == 0 for _, start, _ in batch]
-        n_bytes = text.count_bytes(x.numpy(), y.numpy(), starts_file)
+        values = [losses, y >= 0]  # in the order of Row
+        n_bytes = text.count_bytes(x.numpy(), y.numpy(), [start == 0 for _, start, _ in batch])
         if n_bytes is not None:
             is_text = torch.from_numpy(text.is_text(y.numpy()))
             values += [torch.from_numpy(n_bytes), losses * is_text]
-        for (_, start, end), found in zip(cells, rows, strict=True):
+        for (_, start, end), own in zip(parts, rows, strict=True):
             sums = [value[:, start:end].sum(1).tolist() for value in values]
-            found += [[round(x, 6) for x in row] for row in zip(*sums, strict=True)]
-    return [make_record(*cell, found, ids) for cell, found in zip(cells, rows, strict=True)]
+            own += [Row(*(round(x, 6) for x in row)) for row in zip(*sums, strict=True)]
+    return [make_record(*part, own, ids) for part, own in zip(parts, rows, strict=True)]
 
 
 def parts_of(protocol, length):
@@ -190,17 +188,18 @@ def parts_of(protocol, length):
     return [(length * 3 // 4 if protocol == "last-quarter" else 0, length)]
 
 
-def make_record(blank, start, end, by_sequence, ids):
+def make_record(blank, start, end, rows, ids):
     """Add to a blank record the mean of the losses of sequences, and its origin."""
-    sums, tokens, *of_text = zip(*by_sequence, strict=True)
-    found = intervals.ratio_interval(sums, tokens)
-    record = {**blank, "loss": found.pop("mean"), **found, "tokens": sum(tokens)}
-    if of_text:
-        record["bytes"] = round(sum(of_text[0]))
+    tokens = [row.tokens for row in rows]
+    interval = intervals.ratio_interval([row.loss for row in rows], tokens)
+    record = {**blank, "loss": interval.pop("mean"), **interval, "tokens": sum(tokens)}
+    if rows[0].n_bytes is not None:
+        record["bytes"] = round(sum(row.n_bytes for row in rows))
     if blank["protocol"] == "position":
         return {**blank, "position": [start, end], **record}
-    # compared sequence by sequence, if the token ids are the same
-    return {**record, "by_sequence": by_sequence, "ids": ids.hexdigest()[:16]}
+    # to compare checkpoints sequence by sequence, if the token ids are the same
+    record["by_sequence"] = [[x for x in row if x is not None] for row in rows]
+    return {**record, "ids": ids.hexdigest()[:16]}
 
 
 def in_bits_per_byte(records):
@@ -210,9 +209,10 @@ def in_bits_per_byte(records):
     converted = []
     for record in records:
         if "by_sequence" in record and record.get("bytes") and record["protocol"] == "chunked":
-            _, _, n_bytes, sums = zip(*record["by_sequence"], strict=True)
-            found = intervals.ratio_interval([total / math.log(2) for total in sums], n_bytes)
-            converted.append({**record, "loss": found.pop("mean"), **found})
+            rows = [Row(*row) for row in record["by_sequence"]]
+            bits = [row.text_loss / math.log(2) for row in rows]
+            interval = intervals.ratio_interval(bits, [row.n_bytes for row in rows])
+            converted.append({**record, "loss": interval.pop("mean"), **interval})
         elif record.get("protocol") == "chunked" and "refused" in record:
             converted.append(record)
     # of bytes they are nats in another unit

@@ -70,7 +70,7 @@ BY_HEAD = Fold(
     lambda x, c: swap_groups(x, c.num_attention_heads, 3),
     lambda x, c: swap_groups(x, 3, c.num_attention_heads),
 )
-# RoPE turns adjacent channels, as in the paper, and here a channel of each half of a head
+# Their RoPE rotates adjacent channels, as in the paper, and ours a channel of each half of a head.
 ADJACENT = Fold(lambda x, c: swap_pairs(x, c, -1, 2), lambda x, c: swap_pairs(x, c, 2, -1))
 # one norm stands before attention and MLP
 SHARED = Fold(lambda x, c: torch.cat((x, x)), lambda x, c: check_shared(*x.chunk(2)))
@@ -89,11 +89,11 @@ def check_shared(attention_norm, mlp_norm):
 
 @dataclass(frozen=True)
 class Family:
-    # their modules, or tensors that are no weight or bias of one -> ours, several if they are fused
+    # their module, or their tensor outside of one -> our parameters, several if fused
     top: dict
     layer: dict
-    prefix: str  # of a layer's modules, before its number
-    has: dict  # our setting -> values that its models can have; the first is meant if none is said
+    prefix: str  # name of a layer's modules, before its number
+    has: dict  # our setting -> values that its models can have; the first is the default
     folds: dict = field(default_factory=dict)  # their module -> Fold
     fields: dict = field(default_factory=dict)  # changes of FIELDS; None: there is no such field
     patterns: tuple = ("F",)  # kinds of layers that a model can have together

@@ -175,23 +175,20 @@ def test_other_data_is_another_run(run_mine, tmp_path, text_data):
     assert len(list((tmp_path / "out/experiments").glob("train-*/"))) == 2
 
 
-def test_the_code_that_counts_is_that_of_the_own_scheme(tmp_path, monkeypatch):
+def test_code_that_has_changed_is_another_run(tmp_path, monkeypatch):
     patterns = (*run.TRAINING_CODE, *run.EVALUATION_CODE, *run.MEASURING_CODE)
     assert all(list(ROOT.glob(pattern)) for pattern in patterns)  # none has been renamed
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    text = (ROOT / "model.py").read_text()
 
-    def hash_with(old, new, pos):
-        assert old in text
-        (tmp_path / "model.py").write_text(text.replace(old, new))
-        run.hash_code.cache_clear()
-        return run.hash_code(("model.py",), pos)
+    def hash_with(**texts):
+        for name, text in texts.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        run.hash_file.cache_clear()
+        return run.hash_code("model.py", "t*.py")
 
-    same = hash_with("class ALiBi", "class ALiBi", "rope")
-    in_alibi = ("class ALiBi(NoPE):", "class ALiBi(NoPE):\n    extra = 1\n")
-    assert hash_with(*in_alibi, "rope") == same != hash_with("torch.", "torch .nn.", "rope")
-    assert hash_with(*in_alibi, "alibi") != hash_with("class ALiBi", "class ALiBi", "alibi")
-    assert hash_with(text[:80], text[:80].replace("GPT", "gpt"), "rope") == same
+    first = hash_with(model="1", train="2")
+    assert len({first, hash_with(train="3"), hash_with(model="3"), hash_with(other="1")}) == 3
+    assert hash_with(model="1", train="2") == first
 
 
 @pytest.mark.parametrize(
