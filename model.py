@@ -815,7 +815,7 @@ class NoPE(nn.Module):
         return None
 
     def rotate(self, q, k, x, layer, context):
-        """Rotate queries (B, H, T, D) and keys (B, Hk, T, D), for instance by kernels.rotate_by()."""
+        """Rotate queries (B, H, T, D) and keys (B, Hk, T, D): kernels.rotate_by() takes angles."""
         return q, k
 
     def bias(self, x, layer, context):
