@@ -832,9 +832,15 @@ class NoPE(nn.Module):
 
         bias: result of bias(); options: window, sinks, scale and return_lse of kernels.attention().
         Called once a layer, because the cache keeps one k and one v for each: a scheme with two
-        softmaxes stacks them as heads.
+        softmaxes stacks its queries, and a bias, as heads.
         """
-        k, v = context.keep(layer, k=k.to(v.dtype), v=v)  # rotated, because that needs no query
+        n_bias = q.shape[1] if bias is None else bias.shape[-2:][0]  # its heads, in all three forms
+        require(
+            n_bias == q.shape[1],
+            f"{type(self).__name__} attends from {q.shape[1]} heads with a bias of {n_bias}: stack "
+            "the bias as the queries are stacked, by repeat_interleave() say",
+        )
+        k, v = context.keep(layer, k=k.to(v.dtype), v=v)  # keys are kept rotated
         return kernels.attention(q, k, v, bias=bias, **context.mask(), **options)
 
     @classmethod

@@ -136,6 +136,19 @@ def test_what_attention_cannot_take_is_refused(hook, result, tmp_path, make):
             check_scheme(model)
 
 
+@pytest.mark.parametrize("pos", ["alibi", "t5", "fox"])  # slopes, a table, sums along the text
+def test_stacked_queries_need_a_bias_that_is_stacked_alike(pos, make):
+    scheme, context = make(pos=pos).scheme, make(pos=pos).make_context(9)
+    bias = scheme.bias(torch.randn(1, 9, 32), 0, context)
+    q, k, v = (torch.randn(1, heads, 9, 8) for heads in (4, 2, 2))
+    pairs = torch.stack((q, -q), 2).flatten(1, 2)
+    y = scheme.attend(pairs, k, v, bias.repeat_interleave(2, bias.dim() // 3), 0, context)
+    for i, one in enumerate((q, -q)):
+        torch.testing.assert_close(y[:, i::2], scheme.attend(one, k, v, bias, 0, context))
+    with pytest.raises(UserError, match="8 heads with a bias of 4: stack the bias"):
+        scheme.attend(pairs, k, v, bias, 0, context)
+
+
 @pytest.mark.parametrize(
     ("attribute", "meant"),
     [
