@@ -132,6 +132,27 @@ def test_the_curves_of_a_figure_are_the_losses():
     assert (band.min(), band.max()) == pytest.approx((0.98, 2.02))
 
 
+@pytest.mark.parametrize(
+    "records, sentence",
+    [
+        ([loss("a", 64, "no")], ""),
+        ([loss("a", 64, 1.0), loss("a", 128, 2.0)], "a has a loss of 2.00"),
+        ([loss("a", 128, "no"), loss("b", 128, 1.0)], "b has a loss of 1.00"),
+        ([loss("a", 128, 3.0, "last-quarter"), loss("a", 128, 1.0)], "a has a loss of 3.00"),
+        ([loss("a", 128, 1.0), loss("b", 128, 2.0)], "a has a loss of 1.00, and none is lower"),
+        ([loss("a", 128, 2.0), loss("b", 128, 1.0, **APART)], "b has a loss of 1.00, a has 2.00"),
+        (
+            [loss("a", 128, 2.0), loss("b", 128, 1.0, **NEAR)],
+            "b has a loss of 1.00, no clear difference: a has 2.00",
+        ),
+    ],
+)
+def test_the_title_of_a_figure_says_what_the_losses_show(records, sentence):
+    """The longest sequences, and of them the last quarter, decide."""
+    found = figures.finding(records, ["a", "b"])
+    assert found.removeprefix("128 tokens: ") == sentence and bool(found) == bool(sentence)
+
+
 # -----------------------------------------------------------------------------
 # The report
 
