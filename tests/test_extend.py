@@ -90,7 +90,8 @@ def test_an_imported_model_is_extended_alone_and_then_fine_tuned(
     words = ["--factor=2", "--init_from=resume", "--max_iters=1"]
     assert_refused(extend_run(run, *words), *needed)
     words += [f"--dataset={text_data}", "--learning_rate=1e-3", "--eval_iters=1"]
-    assert_success(extend_run(run, *words, "--dtype=float32"))
+    done = assert_success(extend_run(run, *words, "--dtype=float32"))
+    assert done.stdout.count("extended and trained: ") == 2  # the losses of both lengths
     meta = read_meta(newest(tmp_path / "extended"))
     assert (meta["step"], meta["tokens"]) == (1, 48)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo  # it copies torch.compiler.is_compiling, which a test replaces
 
-from model import ContextLengthWarning
+from model import ContextLengthWarning, KVCache
 from nanolong import inference
 from nanolong.errors import UserError
 
@@ -131,6 +131,23 @@ def test_numbers_outside_their_range_are_refused_at_once(name, value, make):
         value = math.inf
     with pytest.raises(UserError, match=name):
         make().generate([[1, 2]], 3, **{name: value})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_documents_are_for_all_calls_with_a_cache_or_for_none(first, make):
+    model, cache, tokens = make(), KVCache(), random_prompts(1, 3)
+    docs = torch.zeros_like(tokens)
+    model(tokens, docs=docs if first else None, cache=cache)
+    with pytest.raises(UserError, match="docs are missing in some calls with this cache"):
+        model(tokens, docs=None if first else docs, cache=cache)
+
+
+def test_a_graph_is_told_every_tensor_of_its_cache(make):
+    model, cache = make(pos="fox", n_layer=1), KVCache(8)
+    model(random_prompts(1, 3), cache=cache)
+    inference.FixedShapeStep(model, cache)
+    # keys, values, gates and their sum; positions, where to write, and the length
+    assert len(cache.tensors()) == 7 and all(map(torch.is_tensor, cache.tensors()))
 
 
 def test_a_row_ends_at_a_stop_token_and_repeats_it(make):

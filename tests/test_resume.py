@@ -4,11 +4,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
 from conftest import (
+    ROOT,
     TINY,
     assert_refused,
     assert_same_bits,
@@ -264,6 +266,14 @@ def test_a_closed_terminal_saves(text_data, tmp_path):
     assert process.wait(60) == 0
     saved = int(newest(tmp_path / "run").name[5:])
     assert 0 < saved == logged(tmp_path / "run", "step")[-1] < 300
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="Windows has no such terminals")
+def test_neither_output_goes_to_a_terminal_that_closes():
+    _, terminal = os.openpty()
+    code = "import os; from nanolong import run; run.discard_terminal()"
+    command = [sys.executable, "-c", f"{code}; raise SystemExit(os.isatty(1) + 2 * os.isatty(2))"]
+    assert subprocess.run(command, stdout=terminal, stderr=terminal, cwd=ROOT).returncode == 0
 
 
 @slow

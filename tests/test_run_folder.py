@@ -123,11 +123,11 @@ def test_what_cannot_be_read_here_is_refused(folder, monkeypatch):
         GPT.load(folder / "step-000005")
 
 
-@pytest.mark.parametrize("version", [4, 5])
-def test_an_older_checkpoint_names_the_commit_that_reads_it(version, folder):
+@pytest.mark.parametrize("version, commit", [(4, "b046c6d"), (6, "5436555"), (7, "d5462f6")])
+def test_an_older_checkpoint_names_the_commit_that_reads_it(version, commit, folder):
     file = folder / "step-000010/meta.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": version}))
-    with pytest.raises(UserError, match=f"format {version}, .* use commit b046c6d, the last"):
+    with pytest.raises(UserError, match=f"format {version}, .* use commit {commit}, the last"):
         GPT.load(folder)
 
 
