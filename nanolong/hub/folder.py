@@ -59,8 +59,8 @@ def find_folder(source):
 # Reading
 
 
-def read_folder(folder):
-    """Return the Source of a folder. Raises UserError if it is damaged or has no equivalent."""
+def check_folder(folder):
+    """Raise UserError unless a folder is one of a whole model."""
     require(
         not (folder / "adapter_config.json").exists(),
         f"{folder} holds an adapter (LoRA), which is a change of another model: merge it into that "
@@ -71,6 +71,11 @@ def read_folder(folder):
             raise UserError(f"{folder} holds a GGUF file and no safetensors: give {file}")
     has_config = (folder / "config.json").is_file()
     require(has_config, f"{folder} has no config.json: give the folder of a checkpoint")
+
+
+def read_folder(folder):
+    """Return the Source of a folder. Raises UserError if it is damaged or has no equivalent."""
+    check_folder(folder)
     with as_user_error(folder / "config.json"):
         values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         model_type = values.get("text_config", values).get("model_type")
