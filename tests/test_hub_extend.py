@@ -1,22 +1,37 @@
 """hf.py extend: settings change and weights do not, in folders and in GGUF files."""
 
+import functools
 import hashlib
 import json
 import os
 import shutil
 
+import gguf
 import interchange
 import pytest
 import torch
 from conftest import assert_refused, assert_success, content
 from interchange import LENGTH, imported, load_folder, make_theirs, our_logits, quietly
+from test_gguf import metadata, write_model
 
-from nanolong.errors import UserError
 from nanolong.hub.extend import extend_to
+from nanolong.hub.gguf_extend import open_file
 
 TOKENS = torch.arange(2 * LENGTH)[None] * 37 % interchange.VOCAB_SIZE
-TABLE = [1.0, 1.5, 2.0, 4.0]
-LONG = {"long_factor": TABLE, "short_factor": [1.0, 1.1, 1.2, 1.3]}
+LONG = {"long_factor": [1.0, 1.5, 2.0, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3]}
+
+
+def assert_close(found, expected):
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def extend_ours(model, method, options):
+    """Extend an import by 2; options of the same method stay."""
+    own = (model.config.extension or {"options": {}})["options"]
+    kept = {name: x for name, x in own.items() if name != "attention_factor"}
+    model.extend(method, 2.0, **kept | options)
+    return our_logits(model, TOKENS)
+
 
 # -----------------------------------------------------------------------------
 # Folders
@@ -26,22 +41,25 @@ LONG = {"long_factor": TABLE, "short_factor": [1.0, 1.1, 1.2, 1.3]}
 def write(tmp_path):
     """A function that writes a folder of a case, in the form of transformers 5 or 4."""
 
-    def write(family="llama", rope="default", form=5, edit=None, **changes):
+    def write(family="llama", rope="default", form=5, tokenizer=64, sharded=False, **changes):
         place = tmp_path / "hf"
-        options = {"max_shard_size": "20KB"} if changes.pop("sharded", False) else {}
-        make_theirs(family, rope, **changes).save_pretrained(place, **options)
-        (place / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+        theirs = make_theirs(family, rope)
+        theirs.save_pretrained(place, max_shard_size="20KB" if sharded else "5GB")
+        (place / "tokenizer_config.json").write_text(json.dumps({"model_max_length": tokenizer}))
         if form == 4:
             change(place, to_older)
-        if edit:
-            change(place, edit)
+        change(place, lambda values: values.update(changes))
         return place
 
     return write
 
 
+def read_config(place, name="config.json"):
+    return json.loads((place / name).read_text())
+
+
 def change(place, edit):
-    values = json.loads((place / "config.json").read_text())
+    values = read_config(place)
     edit(values)
     (place / "config.json").write_text(json.dumps(values))
 
@@ -53,20 +71,15 @@ def to_older(values):
         values["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     values["rope_theta"] = rope.pop("rope_theta")
-    fraction = rope.pop("partial_rotary_factor", None)
-    if fraction:
-        values["partial_rotary_factor"] = fraction
+    if "partial_rotary_factor" in rope:
+        values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
     values["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
 
 
-def read_config(place):
-    return json.loads((place / "config.json").read_text())
-
-
 def hashes(place):
     """SHA-256 of the weights, by name."""
-    files = [file for file in place.rglob("*") if file.suffix in (".safetensors", ".bin")]
+    files = place.rglob("*.safetensors")
     return {file.name: hashlib.sha256(file.read_bytes()).digest() for file in files}
 
 
@@ -75,8 +88,7 @@ SAME = [
     ("llama", "default", 4, "yarn", {"beta_fast": 16.0, "attention_factor": 1.2}),
     ("llama", "default", 5, "pi", {}),
     ("llama", "default", 4, "abf", {"new_base": 2e6}),
-    ("llama", "default", 4, "longrope", {"long_factor": TABLE}),
-    ("llama", "yarn", 5, "yarn", {}),
+    ("llama", "default", 4, "longrope", {"long_factor": LONG["long_factor"]}),
     ("llama", "llama3", 4, "llama3", {}),
     ("llama", "linear", 4, "pi", {}),
     ("llama", "yarn, options", 5, "yarn", {"attention_factor": 1.1}),
@@ -101,177 +113,253 @@ def test_an_extended_folder_computes_what_an_extended_import_does(
     before, weights = read_config(place), hashes(place)
     model, _ = imported(place, tmp_path, verify=False)
     length = model.config.block_size
-    own = (model.config.extension or {"options": {}})["options"]
-    kept = {name: x for name, x in own.items() if name != "attention_factor"}
-    model.extend(method, 2.0, **kept | options)
     text = quietly(extend_to, place, tmp_path / "out", method, 2.0, options)
     assert f"{length:,} -> {2 * length:,} tokens ({method})" in text
-    expected, logits = our_logits(model, TOKENS), load_folder(tmp_path / "out")(TOKENS).logits
-    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+    logits = load_folder(tmp_path / "out")(TOKENS).logits
+    assert_close(logits, extend_ours(model, method, options))
     assert (logits - load_folder(place)(TOKENS).logits).abs().max() > 1e-3
     after = read_config(tmp_path / "out")
     assert after["max_position_embeddings"] == 2 * length
-    new = after.keys() - before.keys()
-    assert new <= {"original_max_position_embeddings"} and not before.keys() - after.keys()
+    assert before.keys() == after.keys() - ({"original_max_position_embeddings"} - before.keys())
     assert hashes(tmp_path / "out") == weights
 
 
-def test_a_larger_base_keeps_the_scaling(write, tmp_path):
-    """As of a model of this base and this scaling, at the length that the file has, times 2."""
-    for rope in ("llama3", "yarn, mscale", "longrope"):
-        place = write("llama", rope, 4 if rope == "llama3" else 5)
-        quietly(extend_to, place, tmp_path / rope, "abf", 2.0, {"new_base": 8e6})
-        theirs = load_folder(place)
-        # compared with a config that transformers itself changes
-        theirs.config.rope_parameters["rope_theta"] = 8e6
-        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
-        found = load_folder(tmp_path / rope)
-        torch.testing.assert_close(found(TOKENS).logits, theirs(TOKENS).logits)
-        assert found.config.max_position_embeddings == 8 * LENGTH
-        shutil.rmtree(place)
+@pytest.mark.parametrize("rope, form", [("llama3", 4), ("yarn, mscale", 5), ("longrope", 5)])
+def test_a_larger_base_keeps_the_scaling(rope, form, write, tmp_path):
+    place = write("llama", rope, form)
+    quietly(extend_to, place, tmp_path / "out", "abf", 2.0, {"new_base": 8e6})
+    theirs, found = load_folder(place), load_folder(tmp_path / "out")
+    theirs.config.rope_parameters["rope_theta"] = 8e6
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+    assert_close(found(TOKENS).logits, theirs(TOKENS).logits)
+    assert found.config.max_position_embeddings == 8 * LENGTH
 
 
 def test_the_files_of_a_hub_folder_are_linked(write, tmp_path, call):
-    """Shards are relative links to blobs there; larger files of folders go along."""
+    """Files there are relative links to blobs."""
     place, blobs = write(sharded=True), tmp_path / "blobs"
-    (place / "original").mkdir()
+    for folder in (place / "original", place / ".cache", blobs):
+        folder.mkdir()
     (place / "original" / "notes.txt").write_text("x" * 11_000_000)
-    (place / ".cache").mkdir()
     (place / ".cache" / "lock").touch()
-    blobs.mkdir()
-    files = [*place.glob("*"), place / "original" / "notes.txt"]
-    for file in (x for x in files if x.is_file()):
+    for file in [*place.glob("*.*s*"), place / "original" / "notes.txt"]:
         file.rename(blobs / file.stem)
         file.symlink_to(os.path.relpath(blobs / file.stem, file.parent))
-    before = content(tmp_path)
+    before = content(place)
     assert_success(call("hf.py", "extend", place, tmp_path / "out", "--factor=2"))
     after = content(tmp_path / "out")
-    assert content(place) == {x[3:]: y for x, y in before.items() if x.startswith("hf/")}
-    assert after.keys() == content(place).keys() - {".cache/lock"} and len(hashes(place)) > 1
-    changed = {name for name in after if after[name] != before["hf/" + name]}
+    assert content(place) == before and len(hashes(place)) > 1
+    assert after.keys() == before.keys() - {".cache/lock"}
+    changed = {name for name in after if after[name] != before[name]}
     assert changed == {"config.json", "tokenizer_config.json"}
     for name in after:
         file = tmp_path / "out" / name
-        is_linked = not file.is_symlink() and file.samefile(blobs / file.stem)
-        assert is_linked == (name.endswith((".safetensors", ".txt"))), name
-    assert load_folder(tmp_path / "out").config.rope_parameters["rope_type"] == "yarn"
+        is_linked = not file.is_symlink() and file.samefile(place / name)
+        assert is_linked == name.endswith((".safetensors", ".txt")), name
 
 
-@pytest.mark.parametrize("limit, expected", [(64, 256), (10**30, 10**30), (1000, 1000)])
-def test_the_limit_of_a_tokenizer_is_raised(limit, expected, write, tmp_path):
-    place = write()
-    (place / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit, "x": "é"}))
-    quietly(extend_to, place, tmp_path / "out", "yarn", 4.0, {})
-    text = (tmp_path / "out" / "tokenizer_config.json").read_text()
-    assert json.loads(text) == {"model_max_length": expected, "x": "é"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 @pytest.mark.parametrize(
-    "quantization",
-    [
-        {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": 128,
-            "version": "gemm",
-            "zero_point": True,
-        },
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    ],
+    "quantization, limit, expected", [(AWQ, 64, 256), (BITSANDBYTES, 10**30, 10**30)]
 )
-def test_a_quantized_folder_is_extended(quantization, write, tmp_path):
-    place = write(edit=lambda x: x.update(quantization_config=quantization))
+def test_other_settings_stay(quantization, limit, expected, write, tmp_path):
+    place = write(tokenizer=limit, quantization_config=quantization)
     quietly(extend_to, place, tmp_path / "out", "yarn", 4.0, {})
     assert read_config(tmp_path / "out")["quantization_config"] == quantization
-    assert hashes(tmp_path / "out") == hashes(place)
+    assert read_config(tmp_path / "out", "tokenizer_config.json")["model_max_length"] == expected
 
 
 def test_the_text_half_of_images_and_text_is_extended(write, tmp_path):
     place = write("gemma3_text")
-
-    def wrap(values):
-        text = dict(values)
-        values.clear()
-        values |= {"model_type": "gemma3", "text_config": text, "vision_config": {}}
-
-    change(place, wrap)
-    before = read_config(place)
+    text = read_config(place)
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    (place / "config.json").write_text(json.dumps(whole))
     quietly(extend_to, place, tmp_path / "out", "pi", 8.0, {})
-    after = read_config(tmp_path / "out")
-    text = after["text_config"]
-    assert text["rope_parameters"]["full_attention"]["factor"] == 8
-    sliding = before["text_config"]["rope_parameters"]["sliding_attention"]
-    assert text["rope_parameters"]["sliding_attention"] == sliding
-    assert text["max_position_embeddings"] == 8 * LENGTH and after.keys() == before.keys()
+    text["rope_parameters"]["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
+    text["max_position_embeddings"] *= 8
+    assert read_config(tmp_path / "out") == whole
+
+
+# -----------------------------------------------------------------------------
+# GGUF files
+
+
+def read_tensors(file):
+    """The bytes of each tensor, and the metadata."""
+    _, found, places = open_file(file)
+    data = file.read_bytes()
+    return {name: data[x.offset : x.offset + x.n_bytes] for name, x in places.items()}, found
+
+
+def keys(alignment=None, **values):
+    """A function that adds metadata to a file, and the alignment of its tensors."""
+
+    def edit(writer, tensors):
+        if alignment:
+            writer.add_custom_alignment(alignment)
+        metadata({key.replace("__", "."): x for key, x in values.items()})(writer, tensors)
+
+    return edit
+
+
+# one of test_gguf.py's MODELS, method and options, other keys of the file
+GGUF = [
+    ("llama", "yarn", {}, keys(alignment=64)),
+    ("llama", "llama3", {}, keys(alignment=64)),
+    ("llama-f16-no-gqa", "longrope", {"long_factor": [1.0] * 4 + [3.0] * 4}, None),
+    ("llama-q8-linear", "pi", {}, None),
+    ("llama-yarn", "yarn", {"attention_factor": 1.3}, None),
+    ("qwen2-q4-yarn", "yarn", {"attention_factor": 1.4}, None),
+    ("qwen3-q8-wide-heads", "ntk", {}, keys(qwen3__rope__freq_base=None)),
+    ("smollm3", "abf", {}, None),
+]
+
+
+@pytest.mark.parametrize("name, method, options, edit", GGUF)
+def test_an_extended_file_computes_what_an_extended_import_does(
+    name, method, options, edit, tmp_path
+):
+    file, out = tmp_path / "model.gguf", tmp_path / "out.gguf"
+    write_model(file, name, edit)
+    before, old = read_tensors(file)
+    quietly(extend_to, file, out, method, 2.0, options)
+    after, new = read_tensors(out)
+    # a table of LongRoPE or Llama 3 is one more tensor
+    has_table = method in ("llama3", "longrope")
+    assert list(after) == [*before, *["rope_freqs.weight"] * has_table]
+    assert before == {key: after[key] for key in before} and list(new)[: len(old)] == list(old)
+    reader = gguf.GGUFReader(out)
+    assert {tensor.name: tensor.data.tobytes() for tensor in reader.tensors} == after
+    model, _ = imported(file, tmp_path, verify=False)
+    assert_close(
+        our_logits(imported(out, tmp_path)[0], TOKENS), extend_ours(model, method, options)
+    )
+
+
+def test_parts_are_linked(tmp_path, monkeypatch, call):
+    monkeypatch.setattr(
+        gguf, "GGUFWriter", functools.partial(gguf.GGUFWriter, split_max_tensors=12)
+    )
+    write_model(tmp_path / "model.gguf", "llama")
+    files = sorted(tmp_path.glob("*.gguf"))
+    before = [read_tensors(file) for file in files]
+    out = tmp_path / "out-00001-of-00002.gguf"
+    assert_success(call("hf.py", "extend", files[0], out, "--method=pi", "--factor=2"))
+    other = tmp_path / "out-00002-of-00002.gguf"
+    assert other.samefile(files[1]) and len(files) == 2
+    tensors, found = read_tensors(out)
+    assert tensors == before[0][0]
+    assert found["llama.context_length"] == 2 * LENGTH and found["split.count"] == 2
+    other.unlink()
+    shutil.move(files[1], tmp_path / "x")
+    before = content(tmp_path)
+    for target, phrase in (("a.gguf", "does not end in"), ("b-00001-of-00002.gguf", "is absent")):
+        assert_refused(call("hf.py", "extend", files[0], tmp_path / target), phrase)
+    assert content(tmp_path) == before
+
+
+# -----------------------------------------------------------------------------
+# What is refused: one sentence, nothing written, nothing changed
 
 
 def setting(**values):
     return lambda place: change(place, lambda x: x.update(values))
 
 
-def leave_a_dangling_link(place):
-    (place / "model.safetensors").unlink()
-    (place / "model.safetensors").symlink_to("../blobs/absent")
-
-
 def rope(kind, **values):
     return setting(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **values})
 
 
-# what is done to a folder, words of the command line, and a part of the message
-WRONG = {
-    "far keys": (None, ["--method=self-extend"], "no file has method 'self-extend'"),
-    "no such method": (None, ["--method=yarm"], "give --method=pi, yarn"),
-    "dynamic": (None, ["--method=dynamic-ntk"], "use hf.py import and extend.py"),
-    "a factor of 1": (None, ["--factor=1"], "does not extend the context"),
-    "too small a factor": (None, ["--factor=1.001"], "leaves 64 tokens"),
-    "an option": (None, ["--options=ramp=paper"], "no file has ramp for method 'yarn'"),
-    "a bad option": (None, ["--options=beta_fast=0.5"], "beta_slow must be below beta_fast"),
-    "no table": (None, ["--method=longrope"], "needs its long_factor"),
-    "a smaller base": (None, ["--method=abf", "--options=new_base=100"], "its base is 500000"),
-    "import's setting": (None, ["--verify=false"], "--verify is not for extend"),
-    "another method": (rope("linear"), [], "extended already, by pi and 4"),
-    "a dynamic file": (rope("dynamic"), ["--method=abf"], "its rope_type is dynamic"),
-    "another rope_type": (rope("axial"), [], "rope_type"),
-    "its own factor": (rope("yarn", attention_factor=1.5), [], "attention factor, 1.5, does not"),
-    "remote code": (setting(model_type="mine", auto_map={"AutoConfig": "x.Y"}), [], "'mine', and"),
-    "no RoPE": (setting(model_type="gpt2", rope_parameters=None), [], "has no settings of RoPE"),
-    "no rotary module": (setting(model_type="gptj"), [], "RoPE of 'gptj' without such settings"),
-    "no config": (lambda place: (place / "config.json").unlink(), [], "has no config.json"),
-    "a broken config": (lambda place: (place / "config.json").write_text("{"), [], "config.json"),
-    "a broken tokenizer": (
-        lambda place: (place / "tokenizer_config.json").write_text("{"),
-        [],
-        "tokenizer_config.json",
-    ),
-    "a link to nothing": (leave_a_dangling_link, [], "is a link to nothing"),
-    "no weights": (lambda place: (place / "model.safetensors").unlink(), [], "has no weights"),
-    "an adapter": (lambda place: (place / "adapter_config.json").touch(), [], "holds an adapter"),
-    "one RoPE for two kinds of layers": (
-        setting(model_type="cohere2", layer_types=["sliding_attention"] * 2 + ["full_attention"]),
-        [],
-        "only its layers without a window",
-    ),
-}
+def leave(name, text=None):
+    """Replace a file by a text, or by a link to nothing."""
+
+    def edit(place):
+        (place / name).unlink(missing_ok=True)
+        (place / name).write_text(text) if text else (place / name).symlink_to("../blobs/absent")
+
+    return edit
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_request_is_refused(name, write, tmp_path, call):
-    damage, words, message = WRONG[name]
+def without(name):
+    return lambda place: (place / name).unlink()
+
+
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+ABF = "--method=abf"
+# what is done to a folder, a word of the command line, and a part of the message
+WRONG = [
+    (None, "--method=self-extend", "no file has method 'self-extend'"),
+    (None, "--method=yarm", "give --method=pi, yarn"),
+    (None, "--method=dynamic-ntk", "use hf.py import and extend.py"),
+    (None, "--factor=1", "does not extend the context"),
+    (None, "--factor=1.001", "leaves 64 tokens"),
+    (None, "--options=ramp=paper", "no file has ramp for method 'yarn'"),
+    (None, "--options=beta_fast=0.5", "beta_slow must be below beta_fast"),
+    (None, "--method=longrope", "needs its long_factor"),
+    (None, ABF, "its base is 500000"),
+    (None, "--verify=false", "--verify is not for extend"),
+    (rope("linear"), "", "extended already, by pi and 4"),
+    (rope("dynamic"), ABF, "its rope_type is dynamic"),
+    (rope("axial"), "", "rope_type 'axial' is not one of"),
+    (rope("yarn", attention_factor=1.5), "", "attention factor, 1.5, does not"),
+    (setting(model_type="mine", auto_map={"AutoConfig": "x.Y"}), "", "'mine', and"),
+    (setting(model_type="gpt2", rope_parameters=None), "", "has no settings of RoPE"),
+    (setting(model_type="gptj"), "", "RoPE of 'gptj' without such settings"),
+    (setting(model_type="phi3", pad_token_id=0), "", "does not compute method 'yarn'"),
+    (setting(model_type="cohere2", layer_types=KINDS), "", "only its layers without a window"),
+    (without("config.json"), "", "has no config.json"),
+    (leave("config.json", "{"), "", "config.json"),
+    (leave("tokenizer_config.json", "{"), "", "tokenizer_config.json"),
+    (leave("model.safetensors"), "", "is a link to nothing"),
+    (without("model.safetensors"), "", "has no weights"),
+    (leave("adapter_config.json", "{}"), "", "holds an adapter"),
+]
+WINDOW = {"general__architecture": "gemma2", "gemma2__context_length": 64}
+WINDOW |= {"gemma2__rope__freq_base": 1e4, "gemma2__attention__sliding_window": 16}
+WINDOW |= {"gemma2__rope__dimension_count": 16}
+# one of MODELS, or a text, and other keys of the file
+WRONG_FILES = [
+    ("llama", keys(general__type="adapter"), "", "is no model but an adapter"),
+    ("llama", keys(general__architecture="bloom", bloom__context_length=64), "", "no keys of RoPE"),
+    ("llama", keys(**WINDOW), "", "only layers without a window"),
+    ("llama", keys(llama__rope__scaling__attn_factor=2.0), "", "has no equivalent here"),
+    ("llama", None, "--options=beta_fast=16", "llama.cpp has no beta_fast"),
+    ("llama-llama3", None, "--method=llama3", "is one more tensor"),
+    ("llama-llama3", None, ABF, "its base is 500000 already"),
+    ("llama-llama3", None, "--method=yarn", "extended already, by llama3 and 8"),
+    ("qwen2", None, "--method=llama3", "is one more tensor, which only a whole 'llama'"),
+    ("PK", None, "", "does not begin as a GGUF file"),
+]
+
+
+@pytest.mark.parametrize("edit, word, message", WRONG)
+def test_a_wrong_request_is_refused(edit, word, message, write, tmp_path, call):
     place = write()
-    if damage:
-        damage(place)
-    before = content(tmp_path)
-    done = call("hf.py", "extend", place, tmp_path / "new" / "out", "--method=yarn", *words)
+    if edit:
+        edit(place)
+    check_refused(call, place, "out", word, message)
+
+
+@pytest.mark.parametrize("name, edit, word, message", WRONG_FILES)
+def test_a_file_of_another_kind_is_refused(name, edit, word, message, tmp_path, call):
+    file = tmp_path / "model.gguf"
+    file.write_text("PK" * 20) if name == "PK" else write_model(file, name, edit)
+    check_refused(call, file, "out.gguf", word, message)
+
+
+@pytest.mark.parametrize(
+    "target, message",
+    [("hf", "exists already"), ("hf/x", "lies inside"), ("x.gguf", "is a folder: name a folder")],
+)
+def test_a_target_is_new_and_of_the_same_kind(target, message, write, call):
+    check_refused(call, write(), target, "", message)
+
+
+def check_refused(call, source, target, word, message):
+    before = content(source.parent)
+    done = call("hf.py", "extend", source, source.parent / target, *filter(None, [word]))
     assert_refused(done, message)
-    assert content(tmp_path) == before and [file.name for file in tmp_path.iterdir()] == ["hf"]
-
-
-def test_a_place_that_is_taken_or_inside_is_refused(write, tmp_path):
-    place = write()
-    before = content(tmp_path)
-    targets = {place: "exists already", place / "x": "lies inside", tmp_path / "x.gguf": "a folder"}
-    for target, message in targets.items():
-        with pytest.raises(UserError, match=message):
-            extend_to(place, target, "yarn", 2.0, {})
-    assert content(tmp_path) == before
+    assert content(source.parent) == before and list(source.parent.iterdir()) == [source]

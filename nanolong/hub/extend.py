@@ -44,7 +44,12 @@ def extend_to(source, target, method, factor, options):
     require(is_longer, f"factor={factor!r} does not extend the context: give more than 1")
     is_complete = method != "longrope" or "long_factor" in options
     require(is_complete, "method 'longrope' needs its long_factor: give --options=FILE.json")
-    extend_folder(str(source), Path(target), method, factor, options)
+    if Path(source).is_file():
+        from nanolong.hub import gguf_extend  # needs the gguf package, and folders do not
+
+        gguf_extend.extend_file(Path(source), Path(target), method, factor, options)
+    else:
+        extend_folder(str(source), Path(target), method, factor, options)
 
 
 # -----------------------------------------------------------------------------

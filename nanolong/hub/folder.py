@@ -195,15 +195,17 @@ def check_absent(target):
 def whole(target, write):
     """Let write() fill a folder or file that appears when all is written, or not at all.
 
-    write: takes the path to write to.
+    write: takes the path to write to. Files that it writes beside the path appear too.
     """
     check_absent(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=target.parent) as tmp:
         part = Path(tmp) / target.name
         write(part)
-        for file in (*part.glob("*"), part):
+        written = sorted(Path(tmp).iterdir(), key=lambda file: file == part)
+        for file in (*part.glob("*"), *written):
             sync(file)
         if target.exists():
             target.rmdir()
-        os.rename(part, target)
+        for file in written:
+            os.rename(file, target.parent / file.name)

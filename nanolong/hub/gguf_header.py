@@ -33,6 +33,7 @@ class Header:
     def __init__(self, data):
         self.data = data
         self.position = 0
+        self.spans = {}  # name of a metadata value -> (start, end) of its bytes, name and type too
 
     def take(self, form):
         """Return the values of a form of the struct module, little-endian."""
@@ -80,8 +81,10 @@ class Header:
             raise ValueError("it does not begin as a GGUF file of version 2 or 3 does")
         metadata, tensors = {}, {}
         for _ in range(n_values):
+            start = self.position
             name = self.text()
             metadata[name] = self.value()
+            self.spans[name] = start, self.position
         for _ in range(n_tensors):
             name = self.text()
             tensors[name] = self.tensor(name)

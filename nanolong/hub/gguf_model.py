@@ -50,10 +50,7 @@ def read_gguf(file):
     """Return the Source of a file. Raises UserError for features without an equivalent."""
     with as_user_error(file):
         metadata, places = read_header(file)
-        arch = metadata.get("general.architecture")
-        kind = "mmproj" if arch == "clip" else metadata.get("general.type", "model")
-        problem = f"{file} is no model but {PARTS.get(kind, repr(kind))}"
-        require(kind == "model", f"{problem}: give the .gguf of the model itself")
+        arch = read_architecture(file, metadata)
         require(
             arch in ARCHITECTURES,
             f"{file} has the architecture {arch!r}, not one of: {', '.join(ARCHITECTURES)}",
@@ -87,13 +84,28 @@ def read_gguf(file):
     return Source(c, tensors, metadata)
 
 
-def read_own(file, metadata, arch):
+def read_architecture(file, metadata):
+    """Return the name of a model's architecture. Raises UserError if the file has no model."""
+    arch = metadata.get("general.architecture")
+    kind = "mmproj" if arch == "clip" else metadata.get("general.type", "model")
+    problem = f"{file} is no model but {PARTS.get(kind, repr(kind))}"
+    require(kind == "model", f"{problem}: give the .gguf of the model itself")
+    return arch
+
+
+def own_metadata(metadata, arch):
     """Return the architecture's metadata, without its name; of equal layers, one layer's."""
     own = {}
     for key, x in metadata.items():
         if key.startswith(f"{arch}."):
             is_same = isinstance(x, list) and len(set(x)) == 1
             own[key.removeprefix(f"{arch}.")] = x[0] if is_same else x
+    return own
+
+
+def read_own(file, metadata, arch):
+    """Return the architecture's metadata, if all of it has an equivalent here."""
+    own = own_metadata(metadata, arch)
     head = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
     own.setdefault("rope.dimension_count", head)
     plain = {"attention.value_length": head, "rope.dimension_count": head, "attention.causal": True}
