@@ -15,7 +15,7 @@ from interchange import LENGTH, imported, load_folder, make_theirs, our_logits, 
 from test_gguf import metadata, write_model
 
 from nanolong.hub.extend import extend_to
-from nanolong.hub.gguf_extend import open_file
+from nanolong.hub.gguf_header import open_file
 
 TOKENS = torch.arange(2 * LENGTH)[None] * 37 % interchange.VOCAB_SIZE
 LONG = {"long_factor": [1.0, 1.5, 2.0, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3]}
@@ -295,7 +295,7 @@ WRONG = [
     (None, "--method=yarm", "give --method=pi, yarn"),
     (None, "--method=dynamic-ntk", "use hf.py import and extend.py"),
     (None, "--factor=1", "does not extend the context"),
-    (None, "--factor=1.001", "leaves 64 tokens"),
+    (None, "--factor=1.001", "does not extend the context of 64"),
     (None, "--options=ramp=paper", "no file has ramp for method 'yarn'"),
     (None, "--options=beta_fast=0.5", "beta_slow must be below beta_fast"),
     (None, "--method=longrope", "needs its long_factor"),

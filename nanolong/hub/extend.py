@@ -2,11 +2,9 @@
 
 import copy
 import json
-import math
 import os
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import AutoModel
@@ -15,21 +13,25 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import rope_scaling
 from nanolong.errors import UserError, require
 from nanolong.hub.folder import check_absent, check_folder, find_folder, whole
-from nanolong.hub.rope import LENGTHS, OPTIONS, check_types, read_parameters
+from nanolong.hub.rope import (
+    HERE,
+    LENGTHS,
+    OPTIONS,
+    ORIGINAL,
+    TYPES,
+    agrees,
+    check_types,
+    make_plan,
+)
 from nanolong.hub.verify import as_user_error
 from nanolong.strict_json import replace_text
 
-# method -> rope_type; ntk and abf are another base
-TYPES = {"pi": "linear", "yarn": "yarn", "ntk": "default", "abf": "default"}
-TYPES |= {"llama3": "llama3", "longrope": "longrope"}
-ORIGINAL = "original_max_position_embeddings"
 # keys that say how RoPE is scaled; any other key stays
 SCALING = {"rope_type", "type", "factor", ORIGINAL, "attention_factor"}
 SCALING |= {"short_mscale", "long_mscale"}.union(*OPTIONS.values())
 WINDOWS = {"sliding_attention", "chunked_attention"}
 WEIGHTS = (".safetensors", ".bin", ".gguf")
 MAX_COPIED_BYTES = 10_000_000  # larger files are linked, as weights are
-HERE = "use hf.py import and extend.py"
 
 
 def extend_to(source, target, method, factor, options):
@@ -40,8 +42,6 @@ def extend_to(source, target, method, factor, options):
     problem = f"no file has {', '.join(sorted(options.keys() - known))} for method {method!r}"
     names = ", ".join(sorted(known)) or "no options"
     require(known >= options.keys(), f"{problem}: give {names}, or {HERE}")
-    is_longer = rope_scaling.is_number(factor, 1)
-    require(is_longer, f"factor={factor!r} does not extend the context: give more than 1")
     is_complete = method != "longrope" or "long_factor" in options
     require(is_complete, "method 'longrope' needs its long_factor: give --options=FILE.json")
     if Path(source).is_file():
@@ -50,85 +50,6 @@ def extend_to(source, target, method, factor, options):
         gguf_extend.extend_file(Path(source), Path(target), method, factor, options)
     else:
         extend_folder(str(source), Path(target), method, factor, options)
-
-
-# -----------------------------------------------------------------------------
-# What the settings become
-
-
-class Plan(NamedTuple):
-    """RoPE after the extension."""
-
-    p: dict  # rope_parameters that change
-    before: int  # context length in tokens
-    length: int
-    dim: int  # channels that are rotated
-    scaling: tuple  # (method, base, original_length, factor, options)
-
-    def frequencies(self, length):
-        """Return METHODS' inverse frequencies and attention factor for a text of this length."""
-        method, base, original, factor, options = self.scaling
-        if options.get("short_factor"):
-            options = options | {"length": length}
-        return rope_scaling.frequencies(method, base, self.dim, original, factor, **options)
-
-
-def make_plan(c, p, kind, dim, method, factor, options):
-    """Return the Plan for the rope_parameters of a file, which may be scaled already.
-
-    c: config of transformers. kind: of layers, or None. dim: channels that are rotated.
-    """
-    own = read_parameters(c, p, kind)
-    base, length = own["rope_base"], own["block_size"]
-    plain = {"method": "none", "factor": 1.0, "options": {}, "original_length": length}
-    before = own["extension"] or plain
-    known, original = before["method"], before["original_length"]
-    extended = round(length * factor)
-    require(extended > length, f"factor={factor:g} leaves {length} tokens: give a larger one")
-    problem = "its rope_type is dynamic, which follows the length of the text"
-    require(known != "dynamic-ntk", f"{problem}: {HERE}")
-    if method == "abf" or (method == "ntk" and known == "none"):
-        found, _ = rope_scaling.frequencies(method, base, dim, length, factor, **options)
-        new_base = float(f"{found[-1].item() ** (-dim / (dim - 2)):.12g}")
-        problem = f"its base is {base:g} already"
-        require(new_base > base, f"{problem}: give a larger one, --options=new_base=NUMBER")
-        scaling = known, new_base, original, before["factor"], before["options"]
-        # which transformers otherwise takes from the new length
-        kept = {"factor": before["factor"]} if known == "longrope" else {}
-        return Plan({"rope_theta": new_base, **kept}, length, extended, dim, scaling)
-    require(
-        known in ("none", method),
-        f"it is extended already, by {known} and {before['factor']:g}, which {method} would "
-        f"undo: give --method={known} or abf, or extend the checkpoint that it was made from",
-    )
-    options = keep_options(p, base, dim, before, options) | options
-    total = extended / original if method == "longrope" else before["factor"] * factor
-    written = {"rope_type": TYPES[method], "factor": float(total), **options}
-    # these have no defaults in transformers
-    if method == "llama3":
-        written = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | written
-    if method == "longrope":
-        written = {"short_factor": options["long_factor"]} | written
-    if method != "pi" or ORIGINAL in p:
-        written[ORIGINAL] = original
-    return Plan(written, length, extended, dim, (method, base, original, total, options))
-
-
-def keep_options(p, base, dim, before, options):
-    """Return the options of a file that stay when its own method extends it again.
-
-    An attention factor that follows from the factor becomes the one of the new factor.
-    """
-    kept = dict(before["options"])
-    found = kept.pop("attention_factor", None)
-    if found is None or "attention_factor" in options:
-        return kept
-    words = before["method"], base, dim, before["original_length"], before["factor"]
-    _, usual = rope_scaling.frequencies(*words, **kept)
-    is_usual = math.isclose(found, usual, rel_tol=1e-4) and "mscale" not in p
-    problem = f"its attention factor, {found:g}, does not follow from its factor"
-    require(is_usual, f"{problem}: give the new one, --options=attention_factor=NUMBER")
-    return kept
 
 
 # -----------------------------------------------------------------------------
@@ -241,7 +162,7 @@ def write_keys(place, text, kind, plan):
     if base:
         place.update(dict.fromkeys(names, base))
     # llama.cpp's converter looks for llama3's outside
-    if ORIGINAL in scaling and (hasattr(text, ORIGINAL) or scaling["rope_type"] == "llama3"):
+    if ORIGINAL in scaling and (hasattr(text, ORIGINAL) or scaling.get("rope_type") == "llama3"):
         place[ORIGINAL] = scaling[ORIGINAL]
     length = "max_position_embeddings"
     names = {length, text.attribute_map.get(length)} & place.keys() or {length}
@@ -318,12 +239,3 @@ def check_rotary(values, plan, kind, before, method):
         reason = " ".join(str(error).split())[:200]
         problem = f"transformers does not compute method {method!r} in this family ({reason})"
         raise UserError(f"{problem}: choose another --method, or {HERE}") from None
-
-
-def agrees(found, expected, plan):
-    """Whether inverse frequencies and attention factor agree, as far as float32 goes."""
-    plain, _ = rope_scaling.none(plan.scaling[1], plan.dim, 1, 1.0)
-    # a ramp from extended pairs to others is rounded as a fraction of the latter
-    allowed = 1e-6 * expected[0] + 1.2e-7 * plain
-    is_close = ((found[0] - expected[0]).abs() <= allowed).all()
-    return bool(is_close) and math.isclose(found[1], expected[1], rel_tol=1e-6)

@@ -2,26 +2,17 @@
 
 import math
 import shutil
-import struct
 
 from transformers import LlamaConfig
 
 import rope_scaling
 from nanolong.errors import require
-from nanolong.hub.extend import HERE, ORIGINAL, agrees, make_plan, place_file
+from nanolong.hub.extend import place_file
 from nanolong.hub.folder import check_absent, whole
-from nanolong.hub.gguf_header import FLOAT32, MAX_HEADER_BYTES, NUMBERS, STRING, Header, read_tensor
-from nanolong.hub.gguf_model import (
-    ARCHITECTURES,
-    ROPE_TABLES,
-    own_metadata,
-    read_architecture,
-    read_rope,
-)
-from nanolong.hub.rope import compute
+from nanolong.hub.gguf_header import ROPE_TABLES, align, open_file, read_tensor, write_head
+from nanolong.hub.gguf_model import ARCHITECTURES, own_metadata, read_architecture, read_rope
+from nanolong.hub.rope import HERE, ORIGINAL, agrees, compute, make_plan
 from nanolong.hub.verify import as_user_error
-
-UINT32 = 4
 
 
 def extend_file(source, target, method, factor, options):
@@ -55,13 +46,6 @@ def extend_file(source, target, method, factor, options):
 
     whole(target, write)
     print(f"{target}: {plan.before:,} -> {plan.length:,} tokens ({method}), with the same weights")
-
-
-def open_file(file):
-    """Return (Header, metadata, tensors: name -> Place)."""
-    with open(file, "rb") as stream:
-        header = Header(stream.read(MAX_HEADER_BYTES))
-        return header, *header.parse(stream.seek(0, 2))
 
 
 def find_parts(source, target, n):
@@ -133,43 +117,3 @@ def plan_keys(file, metadata, places, method, factor, options):
     if "rope_theta" not in plan.p and not math.isclose(attention_factor, usual):
         keys["rope.scaling.attn_factor"] = attention_factor / usual
     return plan, {f"{arch}.{key}": x for key, x in keys.items()}, table
-
-
-def align(n, metadata):
-    """Return a number of bytes rounded up, as tensors are placed."""
-    alignment = metadata.get("general.alignment", 32)
-    return -(-n // alignment) * alignment
-
-
-def write_head(header, metadata, places, keys, table):
-    """Return the bytes before the tensors' values, and the number of bytes that these take.
-
-    Whatever does not change is copied: offsets of tensors count from the first.
-    """
-    data, spans = header.data, header.spans
-    magic, version, n_tensors, _ = struct.unpack_from("<4sIQQ", data)
-    infos = data[max(end for _, end in spans.values()) : header.position]
-    n_copied = max(x.offset + x.n_bytes for x in places.values())
-    n_copied = align(n_copied - align(header.position, metadata), metadata)
-    if table is not None:
-        n_tensors += 1
-        infos += text_of(ROPE_TABLES[0]) + struct.pack("<IQIQ", 1, len(table), 0, n_copied)
-    values = {name: data[start:end] for name, (start, end) in spans.items()}
-    values |= {name: pack(name, x, header) for name, x in keys.items()}
-    head = struct.pack("<4sIQQ", magic, version, n_tensors, len(values))
-    head += b"".join(values.values()) + infos
-    return head.ljust(align(len(head), metadata), b"\0"), n_copied
-
-
-def text_of(text):
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-def pack(name, value, header):
-    """Return the bytes of a metadata value, of the type that it has in the file."""
-    kind = {str: STRING, int: UINT32, float: FLOAT32}[type(value)]
-    if name in header.spans:
-        start = header.spans[name][0] + len(text_of(name))
-        (kind,) = struct.unpack_from("<I", header.data, start)
-    content = text_of(value) if kind == STRING else struct.pack(f"<{NUMBERS[kind]}", value)
-    return text_of(name) + struct.pack("<I", kind) + content

@@ -10,7 +10,7 @@ import rope_scaling
 from nanolong.errors import UserError, require
 from nanolong.hub.families import FAMILIES, swap_pairs, tensor_layout
 from nanolong.hub.folder import Source
-from nanolong.hub.gguf_header import read_header, read_tensor
+from nanolong.hub.gguf_header import ROPE_TABLES, open_file, read_tensor
 from nanolong.hub.verify import as_user_error
 
 # architectures that are read -> whether the rows of q and k have another order than in
@@ -38,8 +38,6 @@ PARTS = {
 # the settings of Llama 3.1 to 3.3; a file has only their table
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
-# divisors of RoPE's frequencies, in llama alone
-ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 # -----------------------------------------------------------------------------
@@ -49,7 +47,7 @@ ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sh
 def read_gguf(file):
     """Return the Source of a file. Raises UserError for features without an equivalent."""
     with as_user_error(file):
-        metadata, places = read_header(file)
+        _, metadata, places = open_file(file)
         arch = read_architecture(file, metadata)
         require(
             arch in ARCHITECTURES,
