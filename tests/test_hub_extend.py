@@ -13,6 +13,7 @@ import torch
 from conftest import assert_refused, assert_success, content
 from interchange import LENGTH, imported, load_folder, make_theirs, our_logits, quietly
 from test_gguf import metadata, write_model
+from transformers.models.llama import modeling_llama
 
 from nanolong.hub.extend import extend_to
 from nanolong.hub.gguf_header import open_file
@@ -356,6 +357,17 @@ def test_a_file_of_another_kind_is_refused(name, edit, word, message, tmp_path, 
 )
 def test_a_target_is_new_and_of_the_same_kind(target, message, write, call):
     check_refused(call, write(), target, "", message)
+
+
+@pytest.mark.parametrize("name, factor", [("inv_freq", 1 + 2e-6), ("attention_scaling", 1.001)])
+def test_a_class_that_computes_otherwise_is_refused(name, factor, write, monkeypatch, call):
+    class Other(modeling_llama.LlamaRotaryEmbedding):
+        def __init__(self, config):
+            super().__init__(config)
+            setattr(self, name, getattr(self, name) * factor)
+
+    monkeypatch.setattr(modeling_llama, "LlamaRotaryEmbedding", Other)
+    check_refused(call, write(), "out", "", "method 'yarn' in this family (other frequencies)")
 
 
 def check_refused(call, source, target, word, message):
