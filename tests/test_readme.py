@@ -39,6 +39,7 @@ NOT_RUN = {
     "--dataset=shakespeare": "it downloads a text",
     "experiments/": "it takes minutes: tests/experiments run the runner",
     "hf.py import": "it needs a public checkpoint: test_hub.py and test_gguf.py write such files",
+    "hf.py extend": "it needs a public checkpoint: test_hub_extend.py writes such files",
     ".gguf": "it needs a tokenizer that llama.cpp has: test_gguf.py has some",
     "--chat": "it needs a chat template: test_chat.py has some",
 }

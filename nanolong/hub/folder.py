@@ -59,8 +59,8 @@ def find_folder(source):
 # Reading
 
 
-def read_folder(folder):
-    """Return the Source of a folder. Raises UserError if it is damaged or has no equivalent."""
+def check_folder(folder):
+    """Raise UserError unless a folder is one of a whole model."""
     require(
         not (folder / "adapter_config.json").exists(),
         f"{folder} holds an adapter (LoRA), which is a change of another model: merge it into that "
@@ -71,6 +71,11 @@ def read_folder(folder):
             raise UserError(f"{folder} holds a GGUF file and no safetensors: give {file}")
     has_config = (folder / "config.json").is_file()
     require(has_config, f"{folder} has no config.json: give the folder of a checkpoint")
+
+
+def read_folder(folder):
+    """Return the Source of a folder. Raises UserError if it is damaged or has no equivalent."""
+    check_folder(folder)
     with as_user_error(folder / "config.json"):
         values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         model_type = values.get("text_config", values).get("model_type")
@@ -190,15 +195,17 @@ def check_absent(target):
 def whole(target, write):
     """Let write() fill a folder or file that appears when all is written, or not at all.
 
-    write: takes the path to write to.
+    write: takes the path to write to. Files that it writes beside the path appear too.
     """
     check_absent(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=target.parent) as tmp:
         part = Path(tmp) / target.name
         write(part)
-        for file in (*part.glob("*"), part):
+        written = sorted(Path(tmp).iterdir(), key=lambda file: file == part)
+        for file in (*part.glob("*"), *written):
             sync(file)
         if target.exists():
             target.rmdir()
-        os.rename(part, target)
+        for file in written:
+            os.rename(file, target.parent / file.name)

@@ -10,7 +10,7 @@ import rope_scaling
 from nanolong.errors import UserError, require
 from nanolong.hub.families import FAMILIES, swap_pairs, tensor_layout
 from nanolong.hub.folder import Source
-from nanolong.hub.gguf_header import read_header, read_tensor
+from nanolong.hub.gguf_header import ROPE_TABLES, open_file, read_tensor
 from nanolong.hub.verify import as_user_error
 
 # architectures that are read -> whether the rows of q and k have another order than in
@@ -38,8 +38,6 @@ PARTS = {
 # the settings of Llama 3.1 to 3.3; a file has only their table
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
-# divisors of RoPE's frequencies, in llama alone
-ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 # -----------------------------------------------------------------------------
@@ -49,11 +47,8 @@ ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sh
 def read_gguf(file):
     """Return the Source of a file. Raises UserError for features without an equivalent."""
     with as_user_error(file):
-        metadata, places = read_header(file)
-        arch = metadata.get("general.architecture")
-        kind = "mmproj" if arch == "clip" else metadata.get("general.type", "model")
-        problem = f"{file} is no model but {PARTS.get(kind, repr(kind))}"
-        require(kind == "model", f"{problem}: give the .gguf of the model itself")
+        _, metadata, places = open_file(file)
+        arch = read_architecture(file, metadata)
         require(
             arch in ARCHITECTURES,
             f"{file} has the architecture {arch!r}, not one of: {', '.join(ARCHITECTURES)}",
@@ -87,13 +82,28 @@ def read_gguf(file):
     return Source(c, tensors, metadata)
 
 
-def read_own(file, metadata, arch):
+def read_architecture(file, metadata):
+    """Return the name of a model's architecture. Raises UserError if the file has no model."""
+    arch = metadata.get("general.architecture")
+    kind = "mmproj" if arch == "clip" else metadata.get("general.type", "model")
+    problem = f"{file} is no model but {PARTS.get(kind, repr(kind))}"
+    require(kind == "model", f"{problem}: give the .gguf of the model itself")
+    return arch
+
+
+def own_metadata(metadata, arch):
     """Return the architecture's metadata, without its name; of equal layers, one layer's."""
     own = {}
     for key, x in metadata.items():
         if key.startswith(f"{arch}."):
             is_same = isinstance(x, list) and len(set(x)) == 1
             own[key.removeprefix(f"{arch}.")] = x[0] if is_same else x
+    return own
+
+
+def read_own(file, metadata, arch):
+    """Return the architecture's metadata, if all of it has an equivalent here."""
+    own = own_metadata(metadata, arch)
     head = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
     own.setdefault("rope.dimension_count", head)
     plain = {"attention.value_length": head, "rope.dimension_count": head, "attention.causal": True}

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import NamedTuple
 
 import torch
 from transformers import LlamaConfig
@@ -20,6 +21,11 @@ OPTIONS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
+# method -> rope_type; ntk and abf are another base
+TYPES = {"pi": "linear", "yarn": "yarn", "ntk": "default", "abf": "default"}
+TYPES |= {"llama3": "llama3", "longrope": "longrope"}
+ORIGINAL = "original_max_position_embeddings"
+HERE = "use hf.py import and extend.py"
 # names of the context length in tokens in some files; the last: tokenizer_config.json
 LENGTHS = ("max_sequence_length", "model_max_length", "tokenizer_model_max_length")
 LENGTHS += ("length_of_tokenizer",)
@@ -218,3 +224,93 @@ def candidates(config, scheme):
     yield {"rope_type": "llama3", **base, "factor": factor, **ramp}
     if all(1e-30 < divisor < 1e38 for divisor in table):
         yield longrope
+
+
+# -----------------------------------------------------------------------------
+# Extending what a file says
+
+
+class Plan(NamedTuple):
+    """RoPE after the extension."""
+
+    p: dict  # rope_parameters that change
+    before: int  # context length in tokens
+    length: int
+    dim: int  # channels that are rotated
+    scaling: tuple  # (method, base, original_length, factor, options)
+
+    def frequencies(self, length):
+        """Return METHODS' inverse frequencies and attention factor for a text of this length."""
+        method, base, original, factor, options = self.scaling
+        if options.get("short_factor"):
+            options = options | {"length": length}
+        return rope_scaling.frequencies(method, base, self.dim, original, factor, **options)
+
+
+def make_plan(c, p, kind, dim, method, factor, options):
+    """Return the Plan for the rope_parameters of a file, which may be scaled already.
+
+    c: config of transformers. kind: of layers, or None. dim: channels that are rotated.
+    """
+    own = read_parameters(c, p, kind)
+    base, length = own["rope_base"], own["block_size"]
+    plain = {"method": "none", "factor": 1.0, "options": {}, "original_length": length}
+    before = own["extension"] or plain
+    known, original = before["method"], before["original_length"]
+    extended = round(length * factor) if rope_scaling.is_number(factor) else length
+    problem = f"factor={factor:g} does not extend the context of {length} tokens"
+    require(extended > length, f"{problem}: give a larger one")
+    problem = "its rope_type is dynamic, which follows the length of the text"
+    require(known != "dynamic-ntk", f"{problem}: {HERE}")
+    if method == "abf" or (method == "ntk" and known == "none"):
+        found, _ = rope_scaling.frequencies(method, base, dim, length, factor, **options)
+        new_base = float(f"{found[-1].item() ** (-dim / (dim - 2)):.12g}")
+        problem = f"its base is {base:g} already"
+        require(new_base > base, f"{problem}: give a larger one, --options=new_base=NUMBER")
+        scaling = known, new_base, original, before["factor"], before["options"]
+        kept = {"factor": before["factor"], ORIGINAL: original}
+        # a file that lacks them has them by its length, which is another now
+        kept = {} if known in ("none", "pi") else kept
+        return Plan({"rope_theta": new_base, **kept}, length, extended, dim, scaling)
+    require(
+        known in ("none", method),
+        f"it is extended already, by {known} and {before['factor']:g}, which {method} would "
+        f"undo: give --method={known} or abf, or extend the checkpoint that it was made from",
+    )
+    options = keep_options(p, base, dim, before, options) | options
+    total = extended / original if method == "longrope" else before["factor"] * factor
+    written = {"rope_type": TYPES[method], "factor": float(total), **options}
+    # these have no defaults in transformers
+    if method == "llama3":
+        written = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | written
+    if method == "longrope":
+        written = {"short_factor": options["long_factor"]} | written
+    if method != "pi" or ORIGINAL in p:
+        written[ORIGINAL] = original
+    return Plan(written, length, extended, dim, (method, base, original, total, options))
+
+
+def keep_options(p, base, dim, before, options):
+    """Return the options of a file that stay when its own method extends it again.
+
+    An attention factor that follows from the factor becomes the one of the new factor.
+    """
+    kept = dict(before["options"])
+    found = kept.pop("attention_factor", None)
+    if found is None or "attention_factor" in options:
+        return kept
+    words = before["method"], base, dim, before["original_length"], before["factor"]
+    _, usual = rope_scaling.frequencies(*words, **kept)
+    is_usual = math.isclose(found, usual, rel_tol=1e-4) and "mscale" not in p
+    problem = f"its attention factor, {found:g}, does not follow from its factor"
+    require(is_usual, f"{problem}: give the new one, --options=attention_factor=NUMBER")
+    return kept
+
+
+def agrees(found, expected, plan):
+    """Whether inverse frequencies and attention factor agree, as far as float32 goes."""
+    plain, _ = rope_scaling.none(plan.scaling[1], plan.dim, 1, 1.0)
+    # a ramp from extended pairs to others is rounded as a fraction of the latter
+    allowed = 1e-6 * expected[0] + 1.2e-7 * plain
+    is_close = ((found[0] - expected[0]).abs() <= allowed).all()
+    return bool(is_close) and math.isclose(found[1], expected[1], rel_tol=1e-6)

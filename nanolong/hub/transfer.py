@@ -8,7 +8,7 @@ import torch
 from data import tokenizer_from_json
 from nanolong import run, tokenizer_files
 from nanolong.errors import require
-from nanolong.hub import gguf_model, gguf_tokenizer, nanogpt
+from nanolong.hub import gguf_tokenizer, nanogpt
 from nanolong.hub.convert import export_model, import_model
 from nanolong.hub.folder import check_absent, find_folder, read_folder, whole, write_folder
 from nanolong.hub.rope import by_kind, check_types
@@ -78,7 +78,11 @@ def open_source(source):
         start = stream.read(4)
     # ollama's files have no suffix
     is_gguf = start == b"GGUF" or path.suffix.lower() == ".gguf"
-    return path, gguf_model.read_gguf(path) if is_gguf else nanogpt.read_checkpoint(path)
+    if not is_gguf:
+        return path, nanogpt.read_checkpoint(path)
+    from nanolong.hub import gguf_model  # needs the gguf package, and folders do not
+
+    return path, gguf_model.read_gguf(path)
 
 
 def open_tokenizer(place, found, named, vocab_size):
