@@ -7,8 +7,7 @@ from transformers import LlamaConfig
 
 import rope_scaling
 from nanolong.errors import require
-from nanolong.hub.extend import place_file
-from nanolong.hub.folder import check_absent, whole
+from nanolong.hub.folder import check_absent, place_file, whole
 from nanolong.hub.gguf_header import ROPE_TABLES, align, open_file, read_tensor, write_head
 from nanolong.hub.gguf_model import ARCHITECTURES, own_metadata, read_architecture, read_rope
 from nanolong.hub.rope import HERE, ORIGINAL, agrees, compute, make_plan
@@ -90,8 +89,7 @@ def plan_keys(file, metadata, places, method, factor, options):
     has_window = metadata.get(f"{arch}.attention.sliding_window") and arch not in ARCHITECTURES
     require(
         not has_window or p["rope_type"] != "default",
-        f"only layers without a window are to be extended, and those of {arch!r} have no RoPE of "
-        f"their own: {HERE}",
+        f"only layers without a window are to be extended, and {arch!r} has no RoPE for these: {HERE}",
     )
     wrong = {"beta_fast", "beta_slow", "truncate", "short_factor"} & options.keys()
     require(not wrong, f"llama.cpp has no {', '.join(sorted(wrong))}: leave it out")
