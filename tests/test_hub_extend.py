@@ -10,7 +10,7 @@ import gguf
 import interchange
 import pytest
 import torch
-from conftest import assert_refused, assert_success, content
+from conftest import ROOT, assert_refused, assert_success, content, run_python
 from interchange import LENGTH, imported, load_folder, make_theirs, our_logits, quietly
 from test_gguf import metadata, write_model
 from transformers.models.llama import modeling_llama
@@ -75,6 +75,8 @@ def to_older(values):
     if "partial_rotary_factor" in rope:
         values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
+    if kind == "longrope":  # Phi-3 has three keys there
+        values["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
     values["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
 
 
@@ -122,6 +124,8 @@ def test_an_extended_folder_computes_what_an_extended_import_does(
     after = read_config(tmp_path / "out")
     assert after["max_position_embeddings"] == 2 * length
     assert before.keys() == after.keys() - ({"original_max_position_embeddings"} - before.keys())
+    if family == "phi3" and form == 4:
+        assert after["rope_scaling"].keys() == {"type", "long_factor", "short_factor"}
     assert hashes(tmp_path / "out") == weights
 
 
@@ -182,6 +186,11 @@ def test_the_text_half_of_images_and_text_is_extended(write, tmp_path):
     text["rope_parameters"]["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
     text["max_position_embeddings"] *= 8
     assert read_config(tmp_path / "out") == whole
+
+
+def test_folders_do_not_need_the_gguf_package():
+    code = "import sys; sys.modules['gguf'] = None; import nanolong.hub.transfer as _"
+    assert_success(run_python(f"{code}, nanolong.hub.extend", cwd=ROOT))
 
 
 # -----------------------------------------------------------------------------

@@ -141,20 +141,26 @@ def write_keys(place, text, kind, plan):
     """Change the keys of a config.json, in the form that they have there."""
     rope, scaling = place.get("rope_parameters"), dict(plan.p)
     base = scaling.pop("rope_theta", None)
+    outside = {"rope_type", "factor", ORIGINAL} - (place.get("rope_scaling") or {}).keys()
     if rope:
         replace_scaling(rope.get(kind) or rope, plan.p)
     if scaling and (not rope or "rope_scaling" in place):
         # the name of rope_type until transformers 4.43
         older = {"type": scaling["rope_type"]} if "rope_type" in scaling else {}
+        inside = older | scaling
+        if ORIGINAL in place and older.get("type") == "longrope":
+            # a Phi-3 may have three keys there, and the factor follows from the lengths
+            inside = {key: x for key, x in inside.items() if key not in outside}
         place["rope_scaling"] = place.get("rope_scaling") or {}
-        replace_scaling(place["rope_scaling"], older | scaling)
+        replace_scaling(place["rope_scaling"], inside)
     names = {"rope_theta", "rotary_emb_base"} & place.keys()
     if not rope and not names:
         names = {"rotary_emb_base" if text.model_type == "gpt_neox" else "rope_theta"}
     if base:
         place.update(dict.fromkeys(names, base))
-    # llama.cpp's converter looks for llama3's outside
-    if ORIGINAL in scaling and (hasattr(text, ORIGINAL) or scaling.get("rope_type") == "llama3"):
+    # llama.cpp's converter looks for it outside for llama3, and transformers 4 for longrope
+    is_outside = scaling.get("rope_type") in ("llama3", "longrope") or hasattr(text, ORIGINAL)
+    if ORIGINAL in scaling and is_outside:
         place[ORIGINAL] = scaling[ORIGINAL]
     length = "max_position_embeddings"
     names = {length, text.attribute_map.get(length)} & place.keys() or {length}
