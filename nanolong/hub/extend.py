@@ -139,6 +139,9 @@ def change_config(values, limits, method, factor, options):
         "only its layers without a window are to be extended, and they have no RoPE of their own: "
         f"{HERE}",
     )
+    problem = f"its norm after the rotation removes the attention factor of {method!r}"
+    is_normed = text.model_type == "llama4_text" and text.use_qk_norm
+    require(not is_normed or method not in ("yarn", "longrope"), f"{problem}: use another --method")
     before, _ = find_rotary(text)
     plan = make_plan(text, p, kind, 2 * len(before[kind][0]), method, factor, options)
     write_keys(place, text, kind, plan)
