@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import rope_scaling
 from nanolong.errors import UserError, require
-from nanolong.hub.folder import check_absent, check_folder, find_folder, whole
+from nanolong.hub.folder import WEIGHTS, check_absent, check_folder, find_folder, place_file, whole
 from nanolong.hub.rope import (
     HERE,
     LENGTHS,
@@ -30,8 +29,6 @@ from nanolong.strict_json import replace_text
 SCALING = {"rope_type", "type", "factor", ORIGINAL, "attention_factor"}
 SCALING |= {"short_mscale", "long_mscale"}.union(*OPTIONS.values())
 WINDOWS = {"sliding_attention", "chunked_attention"}
-WEIGHTS = (".safetensors", ".bin", ".gguf")
-MAX_COPIED_BYTES = 10_000_000  # larger files are linked, as weights are
 
 
 def extend_to(source, target, method, factor, options):
@@ -90,18 +87,6 @@ def extend_folder(source, target, method, factor, options):
     whole(target, write)
     print(f"{target}: {plan.before:,} -> {plan.length:,} tokens ({method}), with the same weights")
     print(f"verified: transformers' {module} has the frequencies of {method}")
-
-
-def place_file(file, target):
-    """Link weights and large files by their real path, or copy them; copy any other file."""
-    real = Path(file).resolve()
-    if str(file).endswith(WEIGHTS) or real.stat().st_size > MAX_COPIED_BYTES:
-        try:
-            os.link(real, target)
-            return
-        except OSError:  # another disk, or one without links
-            pass
-    shutil.copy(real, target)
 
 
 def read_config(values):

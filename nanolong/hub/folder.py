@@ -24,6 +24,8 @@ DOWNLOADED = ["*.json", "*.jinja", "*.safetensors", *FILES]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]
 # the defaults of sampling in generation_config.json
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+WEIGHTS = (".safetensors", ".bin", ".gguf")
+MAX_COPIED_BYTES = 10_000_000  # larger files are linked, as weights are
 MAX_FILE_SIZE = "5GB"  # larger weights are written to several files, as transformers does
 
 
@@ -209,3 +211,15 @@ def whole(target, write):
             target.rmdir()
         for file in written:
             os.rename(file, target.parent / file.name)
+
+
+def place_file(file, target):
+    """Link weights and large files by their real path, or copy them; copy any other file."""
+    real = Path(file).resolve()
+    if str(file).endswith(WEIGHTS) or real.stat().st_size > MAX_COPIED_BYTES:
+        try:
+            os.link(real, target)
+            return
+        except OSError:  # another disk, or one without links
+            pass
+    shutil.copy(real, target)

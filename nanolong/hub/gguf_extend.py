@@ -7,8 +7,7 @@ from transformers import LlamaConfig
 
 import rope_scaling
 from nanolong.errors import require
-from nanolong.hub.extend import place_file
-from nanolong.hub.folder import check_absent, whole
+from nanolong.hub.folder import check_absent, place_file, whole
 from nanolong.hub.gguf_header import ROPE_TABLES, align, open_file, read_tensor, write_head
 from nanolong.hub.gguf_model import ARCHITECTURES, own_metadata, read_architecture, read_rope
 from nanolong.hub.rope import HERE, ORIGINAL, agrees, compute, make_plan
