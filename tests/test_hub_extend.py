@@ -320,6 +320,7 @@ WRONG = [
     (setting(model_type="gptj"), "", "RoPE of 'gptj' without such settings"),
     (setting(model_type="phi3", pad_token_id=0), "", "does not compute method 'yarn'"),
     (setting(model_type="cohere2", layer_types=KINDS), "", "only its layers without a window"),
+    (setting(model_type="llama4_text"), "", "norm after the rotation removes"),
     (without("config.json"), "", "has no config.json"),
     (leave("config.json", "{"), "", "config.json"),
     (leave("tokenizer_config.json", "{"), "", "tokenizer_config.json"),

@@ -11,41 +11,27 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import rope_scaling
 from nanolong.errors import UserError, require
-from nanolong.hub.folder import (
-    WEIGHTS,
-    check_absent,
-    check_folder,
-    find_folder,
-    place_file,
-    whole,
-)
-from nanolong.hub.rope import (
-    HERE,
-    LENGTHS,
-    OPTIONS,
-    ORIGINAL,
-    TYPES,
-    agrees,
-    check_types,
-    make_plan,
-)
+from nanolong.hub import rope
+from nanolong.hub.folder import WEIGHTS, check_absent, check_folder, find_folder, place_file, whole
 from nanolong.hub.verify import as_user_error
 from nanolong.strict_json import replace_text
 
 # keys that say how RoPE is scaled; any other key stays
-SCALING = {"rope_type", "type", "factor", ORIGINAL, "attention_factor"}
-SCALING |= {"short_mscale", "long_mscale"}.union(*OPTIONS.values())
+SCALING = {"rope_type", "type", "factor", rope.ORIGINAL, "attention_factor"}
+SCALING |= {"short_mscale", "long_mscale"}.union(*rope.OPTIONS.values())
 WINDOWS = {"sliding_attention", "chunked_attention"}
 
 
 def extend_to(source, target, method, factor, options):
     """Write a folder or a GGUF file of a longer context. Raises UserError, with nothing written."""
     problem = f"no file has method {method!r} in its settings"
-    require(method in TYPES, f"{problem}: give --method={', '.join(TYPES)}, or {HERE}")
+    require(
+        method in rope.TYPES, f"{problem}: give --method={', '.join(rope.TYPES)}, or {rope.HERE}"
+    )
     known = set(rope_scaling.OPTIONS[method]) - {"ramp", "length"}
     problem = f"no file has {', '.join(sorted(options.keys() - known))} for method {method!r}"
     names = ", ".join(sorted(known)) or "no options"
-    require(known >= options.keys(), f"{problem}: give {names}, or {HERE}")
+    require(known >= options.keys(), f"{problem}: give {names}, or {rope.HERE}")
     is_complete = method != "longrope" or "long_factor" in options
     require(is_complete, "method 'longrope' needs its long_factor: give --options=FILE.json")
     if Path(source).is_file():
@@ -118,8 +104,8 @@ def change_config(values, limits, method, factor, options):
         place = values[name]
     text.length_of_tokenizer = limits.get("model_max_length")
     parameters = getattr(text, "rope_parameters", None)
-    require(parameters, f"its model_type {text.model_type!r} has no settings of RoPE: {HERE}")
-    check_types(text)
+    require(parameters, f"its model_type {text.model_type!r} has no settings of RoPE: {rope.HERE}")
+    rope.check_types(text)
     kinds = [key for key, value in parameters.items() if isinstance(value, dict)]
     kind = "full_attention" if kinds else None
     p = parameters.get(kind, {}) if kind else parameters
@@ -129,39 +115,42 @@ def change_config(values, limits, method, factor, options):
     require(
         p and not (is_hybrid and layers - WINDOWS),
         "only its layers without a window are to be extended, and they have no RoPE of their own: "
-        f"{HERE}",
+        f"{rope.HERE}",
     )
+    problem = f"its norm after the rotation removes the attention factor of {method!r}"
+    is_normed = text.model_type == "llama4_text" and text.use_qk_norm
+    require(not is_normed or method not in ("yarn", "longrope"), f"{problem}: use another --method")
     before, _ = find_rotary(text)
-    plan = make_plan(text, p, kind, 2 * len(before[kind][0]), method, factor, options)
+    plan = rope.make_plan(text, p, kind, 2 * len(before[kind][0]), method, factor, options)
     write_keys(place, text, kind, plan)
     return plan, check_rotary(values, plan, kind, before, method)
 
 
 def write_keys(place, text, kind, plan):
     """Change the keys of a config.json, in the form that they have there."""
-    rope, scaling = place.get("rope_parameters"), dict(plan.p)
+    parameters, scaling = place.get("rope_parameters"), dict(plan.p)
     base = scaling.pop("rope_theta", None)
-    outside = {"rope_type", "factor", ORIGINAL} - (place.get("rope_scaling") or {}).keys()
-    if rope:
-        replace_scaling(rope.get(kind) or rope, plan.p)
-    if scaling and (not rope or "rope_scaling" in place):
+    outside = {"rope_type", "factor", rope.ORIGINAL} - (place.get("rope_scaling") or {}).keys()
+    if parameters:
+        replace_scaling(parameters.get(kind) or parameters, plan.p)
+    if scaling and (not parameters or "rope_scaling" in place):
         # the name of rope_type until transformers 4.43
         older = {"type": scaling["rope_type"]} if "rope_type" in scaling else {}
         inside = older | scaling
-        if ORIGINAL in place and older.get("type") == "longrope":
+        if rope.ORIGINAL in place and older.get("type") == "longrope":
             # a Phi-3 may have three keys there, and the factor follows from the lengths
             inside = {key: x for key, x in inside.items() if key not in outside}
         place["rope_scaling"] = place.get("rope_scaling") or {}
         replace_scaling(place["rope_scaling"], inside)
     names = {"rope_theta", "rotary_emb_base"} & place.keys()
-    if not rope and not names:
+    if not parameters and not names:
         names = {"rotary_emb_base" if text.model_type == "gpt_neox" else "rope_theta"}
     if base:
         place.update(dict.fromkeys(names, base))
     # llama.cpp's converter looks for it outside for llama3, and transformers 4 for longrope
-    is_outside = scaling.get("rope_type") in ("llama3", "longrope") or hasattr(text, ORIGINAL)
-    if ORIGINAL in scaling and is_outside:
-        place[ORIGINAL] = scaling[ORIGINAL]
+    is_outside = scaling.get("rope_type") in ("llama3", "longrope") or hasattr(text, rope.ORIGINAL)
+    if rope.ORIGINAL in scaling and is_outside:
+        place[rope.ORIGINAL] = scaling[rope.ORIGINAL]
     length = "max_position_embeddings"
     names = {length, text.attribute_map.get(length)} & place.keys() or {length}
     place.update(dict.fromkeys(names, plan.length))
@@ -179,7 +168,7 @@ def replace_scaling(p, new):
 def raise_lengths(values, plan):
     """Raise other names of the context length; return those that there are."""
     # 1e30 stands for no limit
-    names = [x for x in LENGTHS if 1 <= (values.get(x) or 0) <= plan.before]
+    names = [x for x in rope.LENGTHS if 1 <= (values.get(x) or 0) <= plan.before]
     values.update(dict.fromkeys(names, plan.length))
     return names
 
@@ -219,7 +208,9 @@ def find_rotary(c, length=None):
             inv_freq = getattr(module, f"{prefix}inv_freq").double()
             found[kind or None] = inv_freq, float(getattr(module, f"{prefix}attention_scaling"))
         return found, type(module).__name__
-    raise UserError(f"transformers computes RoPE of {c.model_type!r} without such settings: {HERE}")
+    raise UserError(
+        f"transformers computes RoPE of {c.model_type!r} without such settings: {rope.HERE}"
+    )
 
 
 def check_rotary(values, plan, kind, before, method):
@@ -231,9 +222,9 @@ def check_rotary(values, plan, kind, before, method):
             found, name = find_rotary(c, length)
             expected = before | {kind: plan.frequencies(length)}
             for key in expected:
-                require(agrees(found[key], expected[key], plan), "other frequencies")
+                require(rope.agrees(found[key], expected[key], plan), "other frequencies")
         return name
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         problem = f"transformers does not compute method {method!r} in this family ({reason})"
-        raise UserError(f"{problem}: choose another --method, or {HERE}") from None
+        raise UserError(f"{problem}: choose another --method, or {rope.HERE}") from None
