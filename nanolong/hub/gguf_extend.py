@@ -89,8 +89,7 @@ def plan_keys(file, metadata, places, method, factor, options):
     has_window = metadata.get(f"{arch}.attention.sliding_window") and arch not in ARCHITECTURES
     require(
         not has_window or p["rope_type"] != "default",
-        f"only layers without a window are to be extended, and those of {arch!r} have no RoPE of "
-        f"their own: {HERE}",
+        f"only layers without a window are to be extended; {arch!r} has no RoPE for these: {HERE}",
     )
     wrong = {"beta_fast", "beta_slow", "truncate", "short_factor"} & options.keys()
     require(not wrong, f"llama.cpp has no {', '.join(sorted(wrong))}: leave it out")
