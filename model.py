@@ -7,7 +7,7 @@
     for token in model.generate(tokens, 100): ...
 
 Three chapters: the transformer (Attention, MLP, Block, GPTConfig, GPT), what a pass knows of the
-text (Context, KVCache), and 14 position schemes, of which NoPE is the base. At most 1,400 lines.
+text (Context, KVCache), and 14 position schemes, of which NoPE is the base. At most 1,450 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
 vocab_size. pos: position ids; GPT.scheme: the position scheme, whose name is config.pos.

@@ -20,23 +20,23 @@ FOLDERS = [word for word in sys.argv[1:] if word != "--check"]
 ROOT = Path(FOLDERS[0] if FOLDERS else Path(__file__).parent.parent).resolve()
 DENSER = 1.05  # than at 7ad6d1d
 SCRIPTS = "model.py rope_scaling.py train.py extend.py sample.py evaluate.py hf.py"
-LIMITS = dict(zip(SCRIPTS.split(), (1300, 500, 550, 400, 150, 350, 100), strict=True))
-REACH = 8050  # train.py, and what it imports
+LIMITS = dict(zip(SCRIPTS.split(), (1450, 500, 550, 400, 150, 350, 100), strict=True))
+REACH = 8250  # train.py, and what it imports
 # part -> files and patterns, the most lines, the density of commit 7ad6d1d
 PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
-    "scripts": (SCRIPTS, 3200, "(11.2, 8.9)"),
+    "scripts": (SCRIPTS, 3450, "(11.2, 8.9)"),
     "kernels/": ("kernels/**/*.py kernels/README.md", 2650, "(15.1, 7.9)"),
-    "data/": ("data/**/*.py", 2000, "(10.7, 6.0)"),
-    "nanolong/": ("nanolong/**/*.py", 6700, "(10.7, 5.3)"),
+    "data/": ("data/**/*.py", 2050, "(10.7, 6.0)"),
+    "nanolong/": ("nanolong/**/*.py", 7450, "(10.7, 5.3)"),
     "its HTML, JavaScript": ("nanolong/**/*.html nanolong/**/*.js", 100, ""),
     "product, Python": (
         f"{SCRIPTS} kernels/**/*.py data/**/*.py nanolong/**/*.py",
-        14400,
+        15400,
         "(11.7, 6.7)",
     ),
     "experiments/": ("experiments/**/*.py", 4050, "(12.0, 3.5)"),
     "examples/": ("examples/**/*.py", 500, "(13.2, 5.9)"),
-    "tests/": ("tests/**/*.py", 15050, "(11.9, 3.6)"),
+    "tests/": ("tests/**/*.py", 16150, "(11.9, 3.6)"),
 }
 
 
