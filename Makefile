@@ -1,4 +1,4 @@
-# make demo        install, train, extend, evaluate and sample: three to ten minutes on two cores
+# make demo        install, train, extend, evaluate and sample: three to eight minutes on two cores
 # make stages      the demo's run in three stages, at 256, 1,024 and 4,096 tokens: five minutes
 # make test        install and run the tests;  make test-all  the slow ones too
 # make kernels-all every case of the kernels' tests: run it when kernels/ changes
