@@ -7,7 +7,7 @@
     for token in model.generate(tokens, 100): ...
 
 Three chapters: the transformer (Attention, MLP, Block, GPTConfig, GPT), what a pass knows of the
-text (Context, KVCache), and 14 position schemes, of which NoPE is the base. At most 1,450 lines.
+text (Context, KVCache), and 14 position schemes, of which NoPE is the base. At most 1,500 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
 vocab_size. pos: position ids; GPT.scheme: the position scheme, whose name is config.pos.
@@ -690,6 +690,10 @@ class Context:
         """Return x (B, h, T, c) of the last n tokens before this pass: (B, h, m, c), m <= n."""
         return x[:, :, :0]
 
+    def table(self, layer, compute):
+        """Return compute(n), a tuple by distance, for at least the n keys of this pass."""
+        return compute(self.n_keys)
+
 
 class KVCache(Context):
     """A Context that keeps tokens, keys and values, so that a pass computes only the new tokens.
@@ -706,6 +710,7 @@ class KVCache(Context):
         self.version = None  # version of the scheme's tables by which the keys were computed
         self.kept = {}  # (layer, name) -> (B, h, allocated, c)
         self.last = {}  # (layer, name) -> running values of the last tokens, (B, h, m, c)
+        self.computed = {}  # layer -> number of keys, and the result of table() for them
 
     @property
     def n_keys(self):
@@ -725,7 +730,7 @@ class KVCache(Context):
         self.docs = concatenate(self.docs, docs)
         if version == self.version:
             return tokens
-        self.version, self.kept, self.last = version, {}, {}
+        self.version, self.kept, self.last, self.computed = version, {}, {}, {}
         self.pos = self.all_pos
         return self.tokens
 
@@ -759,6 +764,15 @@ class KVCache(Context):
         self.set_last((layer, "before"), torch.cat((old, x), 2)[:, :, -n:])
         return old
 
+    def table(self, layer, compute):
+        """Compute the table once for the capacity, because a step would spend most time on it."""
+        if not self.capacity:
+            return super().table(layer, compute)
+        if layer not in self.computed or self.computed[layer][0] < self.n_keys:
+            n = max(self.n_keys, self.capacity)
+            self.computed[layer] = n, compute(n)
+        return self.computed[layer][1]
+
     def set_last(self, key, x):
         if self.write_index is None:
             self.last[key] = x.detach().clone()
@@ -768,7 +782,9 @@ class KVCache(Context):
     def tensors(self):
         """Return all tensors that a step of fixed shape reads or writes."""
         counts = self.all_pos, self.docs, self.write_index, self.valid_length
-        return [x for x in (*counts, *self.kept.values(), *self.last.values()) if x is not None]
+        tables = [x for _, table in self.computed.values() for x in table]
+        found = (*counts, *self.kept.values(), *self.last.values(), *tables)
+        return [x for x in found if isinstance(x, torch.Tensor)]
 
 
 def concatenate(old, new):
@@ -1030,7 +1046,8 @@ class RelativeVectors(NoPE):
     def attend(self, q, k, v, bias, layer, context, *, scale, window=0, sinks=0, return_lse=False):
         k, v = context.keep(layer, k=k.to(v.dtype), v=v)
         mask = {"window": window, "sinks": sinks, "docs": context.docs}
-        options = self.vectors(k.shape[2], layer), scale, mask, context.valid_length
+        vectors = context.table(layer, lambda n: self.vectors(n, layer))
+        options = vectors, scale, mask, context.valid_length
         y, lse = kernels.attend_in_chunks(attend_with_vectors, q, k, v, *options)
         return (y, lse) if return_lse else y
 

@@ -20,7 +20,7 @@ FOLDERS = [word for word in sys.argv[1:] if word != "--check"]
 ROOT = Path(FOLDERS[0] if FOLDERS else Path(__file__).parent.parent).resolve()
 DENSER = 1.05  # than at 7ad6d1d
 SCRIPTS = "model.py rope_scaling.py train.py extend.py sample.py evaluate.py hf.py"
-LIMITS = dict(zip(SCRIPTS.split(), (1450, 500, 550, 400, 150, 350, 100), strict=True))
+LIMITS = dict(zip(SCRIPTS.split(), (1500, 500, 550, 400, 150, 350, 100), strict=True))
 REACH = 8250  # train.py, and what it imports
 # part -> files and patterns, the most lines, the density of commit 7ad6d1d
 PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
