@@ -1343,8 +1343,12 @@ class RoPE(NoPE):
             f"method {method!r} replaces attention: it is for --pos=rope without a window and "
             "without learned sinks, so choose another method",
         )
-        self.under = under
-        self.set_frequencies(method, factor, options)
+        old, self.under = self.under, under
+        try:
+            self.set_frequencies(method, factor, options)
+        except UserError:
+            self.under = old
+            raise
         self.scaling = method, factor, options
         self.is_dynamic = "length" in self.methods[method] and "length" not in options
         self._length = self._tables_version = None

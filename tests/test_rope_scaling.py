@@ -429,8 +429,10 @@ def test_a_larger_base_lies_under_the_scaling_of_the_file():
     assert factor == model.scheme.attention_factor == 1
     assert torch.allclose(model.scheme.inv_freq.float(), expected, rtol=1e-6)
     assert model.config.block_size == 262144
+    model = scaled("yarn")
     with pytest.raises(UserError, match="as large as abf's already: give new_base"):
-        scaled("yarn").extend("abf", 2.0, new_base=1e4)
+        model.extend("abf", 2.0, new_base=1e4)
+    assert model.scheme.under is None and model.config.extension == SCALED["yarn"]
 
 
 def test_after_none_anything_follows_and_after_a_dynamic_method_nothing_else(make):
