@@ -18,23 +18,24 @@
   token-aligned  Score the same tokens at every length: sequences of all lengths end at the same
                  places, and only their last --stride tokens are scored. This answers whether
                  more context helps.
-  repeats        Group tokens by where their trigram stood last: in the shortest context (near), in
-                 the longer one only (far), or nowhere in the document (new). A gain on far tokens
-                 shows that the longer context is used, and a sentence says so for each checkpoint.
+  repeats        Group tokens by the last occurrence of their trigram: in the shortest context
+                 (near), in the longer one only (far: a distant repeat), or nowhere in the document
+                 (new). A gain on distant repeats shows that the longer context is used. A sentence
+                 says so for each checkpoint.
                  The default stride, half the shortest length, scores as many tokens as possible.
                  Intervals are over documents, or over places in fewer than 8 documents.
 
-Scored is the validation text of --dataset, or of the dataset that a checkpoint was trained on, or
---text=FILE, a text or rows of JSON: at most --max_tokens in sequences of the longest length, evenly
-spaced over all files, as in train.py. Shorter sequences lie in these, so that all lengths score the
-same text (of token-aligned, the same tokens). A mean is over all scored tokens, never over
-sequences; its 95 % interval is over sequences, with Student's t, and unknown below 5 of them.
+The text is --text=FILE (a text or rows of JSON), or the validation text of --dataset, by default of
+the dataset that a checkpoint was trained on. At most --max_tokens of it are scored, in sequences of
+the longest length, evenly spaced over all files, as in train.py. Shorter sequences lie inside these
+sequences, so that all lengths score the same text (token-aligned: the same tokens). A mean is over
+all scored tokens. Its 95 % interval is over sequences, by Student's t, and needs 5 of them.
 
-An asterisk marks what differs from the first checkpoint, by the differences of the same sequences.
-What is unequal besides (steps, trained tokens, data, unfinished runs) is said below it. Checkpoints
-that do not score the same token ids have no differences: bits per byte of the text compare them.
-NAME=A,B,C are runs of one arm, as with other seeds: its interval is over the runs, whose weights
-must differ, and two arms are compared by the differences of their runs in this order.
+An asterisk marks a loss that differs from the first checkpoint's on the same sequences. The lines
+below the tables name what else is unequal (steps, trained tokens, data, unfinished runs). Losses of
+different token ids are not compared; the table in bits per byte compares such checkpoints.
+NAME=A,B,C are runs of one model that differ in their seed: the interval is over the runs, whose
+weights must differ. Two such groups are compared by the differences of their runs in this order.
 
 --task=needle hides a value in filler text, at a depth from 0 (the start) to 1 (the end), and asks
 for it at the end of the prompt. --task=ruler does so for tasks after RULER (2404.06654):
@@ -48,7 +49,8 @@ Scores are not those that are published for RULER.
 """
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -87,10 +89,10 @@ class EvaluateConfig:
     entry: tuple[str, ...] = ()
     best: bool = False  # of a run folder, use the step with the lowest validation loss
     # [loss]
-    # how to score, see above; by default of a single length without token-aligned
+    # how to score, see above; a single length has no token-aligned by default
     protocol: tuple[Protocol, ...] = ("chunked", "last-quarter", "token-aligned")
-    # sliding, token-aligned: scored tokens at the end of a sequence, at most the sequence itself
-    # (of token-aligned and repeats half the shortest length); 0: 256, of repeats that half
+    # scored tokens at the end of a sequence, for sliding, token-aligned and repeats; the last two
+    # take at most half the shortest length. 0: 256, for repeats half the shortest length
     stride: int = 0
     max_tokens: int = 65536  # tokens of the validation text that are scored, spread over its files
     dataset: str = ""  # default: the one that each checkpoint was trained on
@@ -99,7 +101,7 @@ class EvaluateConfig:
     depths: int = 5  # needle: number of depths, from the start to the end
     # ruler: the tasks
     ruler: tuple[RulerTask, ...] = ("niah", "multikey", "nth", "last")
-    # prompts for each length and depth, or each length and task; 0: 64, of ruler 20
+    # prompts for each length and depth, or each length and task; 0: 64, for ruler 20
     trials: int = 0
     # [output]
     plot: str = ""  # write a figure to this PNG file, with SVG and PDF (needs matplotlib)
@@ -153,7 +155,7 @@ def choose_measurements(cfg, given, models):
     is_compared = len(set(cfg.lengths)) > 1 or "repeats" not in cfg.protocol
     require(is_compared, "--protocol=repeats compares contexts: give --lengths two or more")
     for name in sorted(given & OF_TASK.keys()):
-        problem = f"--{name} is of --task={' or '.join(OF_TASK[name])}, which is not measured"
+        problem = f"--{name} needs --task={' or '.join(OF_TASK[name])}, which is not measured"
         require(set(OF_TASK[name]) & set(cfg.task), f"{problem}: leave it out, or name the task")
 
 
@@ -281,11 +283,15 @@ def print_tables(records, bits, unequal):
     found = tables.tables_of(records, unequal)
     if bits:
         found.append(tables.loss_table(bits, "bits per byte"))
+    # What is true of several tables is said once, below all.
+    counts = Counter(note for table in found for note in table.notes)
+    shared = [line for line, n in counts.items() if n > 1 and line not in unequal]
+    below = [*shared, *unequal, *tables.refusals(records)]
     for table in found:
-        print(f"\n{table.text()}")
-    is_said = any(set(unequal) & set(table.notes) for table in found)
+        own = [line for line in table.notes if line not in below]
+        print(f"\n{replace(table, notes=own).text()}")
     print()
-    for line in [*([] if is_said else unequal), *tables.refusals(records)]:
+    for line in below:
         print(line)
 
 
@@ -317,7 +323,7 @@ def plot_training(file, paths):
 def main(argv=None):
     args = settings.parse(
         cfg=EvaluateConfig,
-        paths="run folders or step folders; NAME=FOLDER names one, NAME=A,B,C are runs of one arm",
+        paths="run or step folders; NAME=FOLDER names one, NAME=A,B,C are runs with other seeds",
         argv=argv,
     )
     return evaluate(args.cfg, args.given, args.paths)

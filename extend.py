@@ -7,11 +7,11 @@
     python extend.py out/python-rope --factor=4 --keep_optimizer=true     the run's next stage
     python extend.py out/python-rope --factor=4 --init_from=resume   goes on after a stop
 
-The order: load, extend, evaluate, train, evaluate. RoPE's methods are in rope_scaling.py, other
-schemes have theirs in their classes in model.py. Defaults come from the run that is extended: its
-data, its optimizer, as many tokens per step, and 0.3 of its learning rate (all of it, if extend.py
-has trained that run), without weight decay.
+Defaults come from the run that is extended: its data, its optimizer, as many tokens per step, and
+0.3 of its learning rate (all of it, if extend.py has trained that run), without weight decay.
 """
+
+# The order: load, extend, evaluate, train, evaluate. RoPE's methods are in rope_scaling.py.
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
 
@@ -28,7 +28,7 @@ from kernels import check
 from model import GPT, POSITIONS, GPTConfig, NoPE, RoPE
 from nanolong import devices, entry, lora, parallel, run
 from nanolong.errors import UserError, note, require, run_main
-from nanolong.evaluation import loss, scoring
+from nanolong.evaluation import loss, scoring, tables
 from train import TrainConfig, TrainState, train_and_sample
 
 
@@ -40,8 +40,8 @@ class ExtendConfig(TrainConfig):
     method: str = "yarn"
     factor: float = 4.0  # how many times longer the context gets
     options: str = ""  # of the method: ramp=paper,beta_fast=16 for example, or a .json file of them
-    # which layers to extend, if only some have a window: full (those without one), or all; auto:
-    # as before, at first full
+    # which layers to extend, if only some have a window: full (the layers without one), or all.
+    # auto: the same layers as in an earlier extension, else full
     layers: Literal["auto", "full", "all"] = "auto"
     pose: bool = False  # fine-tune at the original length, with skipped positions (PoSE)
     # tokens of a training sequence; 0: the extended context length, or with PoSE the original one
@@ -70,7 +70,7 @@ class ExtendConfig(TrainConfig):
     # [system]
     # the new run folder; by default RUN-<method><factor>, with -lora<rank> or -zero (no training)
     out_dir: str = ""
-    # resume: go on from the newest checkpoint of out_dir; auto: that if there is one
+    # resume: continue from the newest checkpoint of out_dir; auto: resume if it has one
     init_from: Literal["scratch", "resume", "auto"] = "scratch"
 
     def __post_init__(self):
@@ -306,9 +306,11 @@ def print_lengths(model, cfg, is_default):
         print(f"{fraction:.0%} of the training tokens are in documents of at least {length} tokens")
 
 
-def report(model, cfg, change):
-    """Print what a change, extending and perhaps training since then, has done: on the same tokens,
-    at the original and at the extended length, or at --eval_length.
+def report(model, cfg, column, cells):
+    """Measure a column of the table of losses, "extended" or "fine-tuned", and print the table: on
+    the same tokens, at the original and at the extended length, or at --eval_length.
+
+    cells: (row, column) -> text, with the columns that were measured before.
     """
     device = devices.pick_device(cfg.device)
     parent = Path(model.meta["parent"])
@@ -322,14 +324,20 @@ def report(model, cfg, change):
     lengths = {model.config.original_length, cfg.eval_length or model.config.block_size}
     for name, split in texts_of(model, cfg).items():
         if split.masked_file:
-            print(f"loss of {name}, {change}: not compared, as its documents have masks")
+            print(f"{name}, {column}: not compared, because its documents have masks")
             continue
         for length in sorted(lengths):
             try:
-                text = loss.describe_change(original, model, split, length, cfg.max_tokens, dtype)
+                parts = loss.compare(original, model, split, length, cfg.max_tokens, dtype)
             except UserError as error:  # too long for the text, or for the original model
-                text = f"not compared ({error})"
-            print(f"loss at {length:,} tokens, {name}, {change}: {text}", flush=True)
+                print(f"{name}, {length:,} tokens, {column}: not compared ({error})", flush=True)
+                continue
+            for part, (before, after) in parts.items():
+                row = f"{name}, {length:,} tokens, {part}"
+                cells[row, "original"] = before
+                cells[row, column] = after
+    title = "loss in nats per token, and its difference from the original model's"
+    print(tables.pivot(title, cells).text(), flush=True)
 
 
 def main(argv=None):
@@ -361,12 +369,13 @@ def main(argv=None):
             run.check_settings(model.folder, vars(model.config), vars(args.config), args.given)
             extend_model(model, cfg)
         # Evaluate. Without training no dataset is opened, but one that is given.
+        losses = {}
         has_text = cfg.text or "dataset" in args.given or (cfg.max_iters and not cfg.resumes)
         if rank == 0:
             is_default = "method" not in args.given and not cfg.resumes
             print_lengths(model, cfg, is_default)
             if has_text:
-                report(model, cfg, "extended")
+                report(model, cfg, "extended", losses)
         # Train.
         if not cfg.max_iters:
             if rank == 0 and not cfg.resumes:
@@ -383,7 +392,7 @@ def main(argv=None):
         if rank == 0 and status == 0 and not stopped:
             model = GPT.load(cfg.out_dir)
             if run.is_finished(model, cfg.out_dir, cfg.last_step):
-                report(model, cfg, "extended and trained")
+                report(model, cfg, "fine-tuned", losses)
         return status
 
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import kernels
 import rope_scaling
-from nanolong.errors import UserError, require
+from nanolong.errors import UserError, check_choice, require
 
 
 class ContextLengthWarning(UserWarning):
@@ -239,7 +239,8 @@ class GPTConfig:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             require(getattr(self, name) >= 1, f"--{name} must be at least 1")
         divides = self.head_dim or self.n_embd % self.n_head == 0
-        require(divides, "--n_head does not divide --n_embd: change one, or give --head_dim")
+        problem = f"--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}"
+        require(divides, f"{problem}: change one, or give --head_dim")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if not self.mlp_dim and self.is_gated:
@@ -254,8 +255,7 @@ class GPTConfig:
         """Raise UserError for a value that no model can have."""
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal:
-                value, choices = getattr(self, name), get_args(hint)
-                require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
+                check_choice(getattr(self, name), get_args(hint), f"--{name}")
         require(0 <= self.dropout < 1, f"dropout={self.dropout} is no fraction below 1: give one")
         for name in ("embed_scale", "attn_scale", "rope_base"):
             require(getattr(self, name) > 0, f"{name} must be above 0: give another")
@@ -328,9 +328,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        names = ", ".join(POSITIONS)
-        is_known = config.pos in POSITIONS
-        require(is_known, f"there is no scheme {config.pos!r}: give {names}, or --entry=FILE.py")
+        check_choice(config.pos, POSITIONS, "scheme", "choose from {}, or give --entry=FILE.py")
         POSITIONS[config.pos].check_config(config)
         self.config = config
         self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
@@ -905,13 +903,11 @@ class NoPE(nn.Module):
 
     def check_method(self, method, options):
         """Raise UserError unless extend() takes this method and these options."""
-        scheme = f"--pos={self.config.pos}"
-        known = ", ".join(self.methods)
-        require(method in self.methods, f"{scheme} has no method {method!r}: use --method={known}")
-        known = ", ".join(self.methods[method]) or "none"
+        check_choice(method, self.methods, f"method of --pos={self.config.pos}")
+        known = self.methods[method]
         for name in options:
-            problem = f"method {method!r} of {scheme} has no option {name!r}: there is {known}"
-            require(name in self.methods[method], problem)
+            require(known, f"method {method!r} has no options: leave {name!r} out")
+            check_choice(name, known, f"option of method {method!r}")
         scale = options.get("scale", 1.0)
         require(rope_scaling.is_number(scale), f"scale={scale!r} is no number above 0: give one")
 

@@ -6,14 +6,16 @@
     python train.py --out_dir=out/python-rope --init_from=resume
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
-Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, main. At most 565 lines. A sequence is a function of (seed, its number in the run), so a run
-is the same on any number of processes, and one that was stopped resumes with the same bits.
+A sequence is a function of (seed, its number in the run), so a run is the same on any number of
+processes, and one that was stopped resumes with the same bits.
 """
+# Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
+# loop, main. At most 580 lines.
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
 import importlib.util
 import math
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -63,8 +65,8 @@ class TrainConfig:
     entry: tuple[str, ...] = ()
     out_dir: str = ""  # the run folder; by default out/<dataset>-<pos>
     overwrite: bool = False  # rename the run in out_dir to NAME.old1, NAME.old2, ...
-    # scratch; resume: go on from the newest checkpoint of out_dir; auto: that if there is one;
-    # or a run or checkpoint folder: start from its weights, with a new optimizer
+    # scratch; resume: continue from the newest checkpoint of out_dir; auto: resume if out_dir has
+    # a checkpoint; or a run or checkpoint folder: start from its weights, with a new optimizer
     init_from: str = "scratch"
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products; auto: bfloat16 if the GPU has it, or the CPU has AMX, float16 on
@@ -327,8 +329,8 @@ def train(model: GPT, cfg: TrainConfig, train_length=0, max_position=0) -> dict:
 
     train_length: tokens of a sequence, by default the context length; max_position: PoSE's.
     To resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
-    Returns the last evaluation, "stopped" and "last_step". Raises UserError, and FloatingPointError
-    before an update that is not finite.
+    Returns the last evaluation, "stopped", "last_step" and "seconds". Raises UserError, and
+    FloatingPointError before an update that is not finite.
     """
     device = devices.pick_device(cfg.device)
     longest = model.config.block_size
@@ -366,7 +368,8 @@ def train(model: GPT, cfg: TrainConfig, train_length=0, max_position=0) -> dict:
                 last_eval = fit(forward, optimizers, batches, state, stop, shown)
             # one may have come after the loop's last look
             stopped = parallel.any_process(stop)
-            return {**last_eval, "stopped": stopped, "last_step": state.step}
+            seconds = time.perf_counter() - shown.started
+            return {**last_eval, "stopped": stopped, "last_step": state.step, "seconds": seconds}
         finally:
             shown.close()
             model.eval()
@@ -456,6 +459,10 @@ def restore_state(model, cfg, train_length):
 # main
 
 
+# The settings that one changes first, which --help lists.
+FIRST = "dataset batch_size max_iters learning_rate eval_interval out_dir init_from device dtype"
+FIRST += " compile entry seed block_size n_layer n_head n_embd dropout pos window"
+
 RESUME_BY_EXTEND = "resume it by its own command and --init_from=resume --out_dir=FOLDER"
 
 
@@ -510,12 +517,13 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
     except FloatingPointError as error:
         return report(error, on_every_rank=False, status=1), False
     if parallel.rank_and_world()[0] == 0:
-        progress.report_end(GPT, cfg, result["stopped"])
+        progress.report_end(GPT, cfg, result)
     return 0, result["stopped"]
 
 
 def main(argv=None):
-    args = settings.parse(model_config=GPTConfig, cfg=TrainConfig, defaults=run_defaults, argv=argv)
+    classes = {"model_config": GPTConfig, "cfg": TrainConfig}
+    args = settings.parse(defaults=run_defaults, argv=argv, first=FIRST.split(), **classes)
     entry.load_entries(args.cfg.entry, POSITIONS)
     parallel.join_processes(devices.pick_device(args.cfg.device))
     with run.lock(args.cfg.out_dir):

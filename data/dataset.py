@@ -426,10 +426,11 @@ class Dataset(Text):
         for source, fraction in zip(self.sources, self.fractions, strict=True):
             n = n_tokens * fraction
             epochs = n / train_length / source.train.n_sequences(train_length).sum()
+            amount = f"{epochs:.2g} epochs" if epochs >= 1 else f"{epochs:.2g} of an epoch"
             n_scored = len(source.val.spaced(n_val, val_length))
             available = source.val.n_sequences(val_length).sum()
             lines.append(
-                f"{source.name}, {n:,.0f} tokens ({epochs:.2g} epochs); validation on "
+                f"{source.name}, {n:,.0f} tokens ({amount}); validation on "
                 f"{n_scored:,} of {available:,} sequences of {val_length:,} tokens"
             )
             n_long = sum(len(tokens) > train_length + 1 for tokens in source.train.tokens)

@@ -29,7 +29,7 @@ from data.tokenizer import (
     byte_level_alphabet,
     tokenizers_package,
 )
-from nanolong.errors import UserError, note, require
+from nanolong.errors import UserError, check_choice, note, require
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -50,8 +50,8 @@ def prepare(dataset, name="", shards=10, **options):
     shards: number of fineweb10B's shards. options: build()'s, for the others. Raises UserError.
     """
     known = ("python", "shakespeare", "fineweb10B")
-    remedy = f"choose {', '.join(known)}, or give a file or folder of text"
-    require(dataset in known, f"there is no dataset {dataset!r} to prepare: {remedy}")
+    remedy = "choose from {}, or give a file or folder of text"
+    check_choice(dataset, known, "dataset", remedy)
     require(shards >= 1, "--shards must be at least 1")
     name = name or dataset
     if dataset == "python":

@@ -24,7 +24,7 @@ import re
 
 import numpy as np
 
-from nanolong.errors import UserError, require
+from nanolong.errors import UserError, check_choice, require
 
 SEPARATOR = "<|endoftext|>"  # starts a document if nothing else is said to
 CANNOT_ENCODE = (
@@ -120,11 +120,8 @@ class BPETokenizer(Tokenizer):
         import tiktoken
 
         names = tiktoken.list_encoding_names()
-        require(
-            name in names,
-            f"there is no tokenizer {name!r}: choose bytes, char, bpe, a tokenizer.json, or a "
-            f"tiktoken encoding ({', '.join(names)})",
-        )
+        remedy = "choose bytes, char, bpe, a tokenizer.json, or a tiktoken encoding ({})"
+        check_choice(name, names, "tokenizer", remedy)
         try:
             return cls(tiktoken.get_encoding(name))
         # tiktoken downloads with requests, which raises many kinds of errors

@@ -47,7 +47,7 @@ from experiments.turns import compare, format_table, single_row
 from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import devices
-from nanolong.errors import require, run_main
+from nanolong.errors import check_choice, require, run_main
 from nanolong.evaluation.provenance import ROOT, provenance
 from nanolong.strict_json import write_json
 
@@ -524,7 +524,7 @@ def describe_machine(cfg, device):
 def main(argv=None):
     args = settings.parse(cfg=BenchConfig, paths=", ".join(BENCHMARKS), argv=argv)
     cfg, name = args.cfg, (args.paths or ["operators"])[0]
-    require(name in BENCHMARKS, f"{name!r} is no benchmark: choose {', '.join(BENCHMARKS)}")
+    check_choice(name, BENCHMARKS, "benchmark")
     for setting, names in USED_BY.items():
         fits = setting not in args.given or name in names
         require(fits, f"{name} has no --{setting}: leave it out, or choose {', '.join(names)}")

@@ -73,7 +73,7 @@ from experiments.board import (
 from model import GPT, POSITIONS
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
-from nanolong.errors import UserError, note, require, run_main
+from nanolong.errors import UserError, check_choice, note, require, run_main
 from nanolong.evaluation import comparison, provenance
 from nanolong.evaluation.repeats import BUCKETS
 from nanolong.run import is_evaluated, list_steps, lock, read_meta
@@ -114,8 +114,7 @@ def load_experiment(name, cfg):
     """Read an experiment's file for one budget. Returns what it states, with defaults."""
     file = Path(name) if name.endswith(".py") else ROOT / "experiments" / f"{name}.py"
     if not file.is_file():
-        known = ", ".join(available())
-        raise UserError(f"there is no experiment {name}: choose from {known}, or give a FILE.py")
+        check_choice(name, available(), "experiment", "choose from {}, or give a FILE.py")
     spec = importlib.util.spec_from_file_location(f"experiment_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     try:
@@ -127,8 +126,7 @@ def load_experiment(name, cfg):
         raise UserError(f"{file} states no ARMS: add name -> commands (see docs/evaluation.md)")
     budgets = getattr(module, "BUDGETS", DEFAULTS["BUDGETS"])
     budget = cfg.budget or next(iter(budgets))
-    if budget not in budgets:
-        raise UserError(f"there is no budget {budget!r}: choose from {', '.join(budgets)}")
+    check_choice(budget, budgets, "budget")
     for name in filter(str.isupper, vars(module)):
         similar = difflib.get_close_matches(name, DEFAULTS, 1, 0.8) or [name]
         require(similar == [name], f"{file} states {name}: did you mean {similar[0]}?")
@@ -176,9 +174,7 @@ def choose_arms(experiment, cfg):
     is_once = len({*cfg.seeds}) == len(cfg.seeds)
     require(is_once, "--seeds has one twice, and a run is measured once: name each once")
     for name in cfg.arms:
-        if name not in experiment.arms:
-            known = ", ".join(experiment.arms) or "none, for ARMS is empty"
-            raise UserError(f"there is no arm {name!r}: choose from {known}")
+        check_choice(name, experiment.arms, "arm", "choose from {} (the names in ARMS)")
     chosen = [*cfg.arms, *entries] if cfg.arms else experiment.arms
     return {name: experiment.arms[name] for name in chosen}
 

@@ -1,5 +1,6 @@
 """The errors that a user can fix, notes, and how a script ends."""
 
+import difflib
 import os
 import sys
 import time
@@ -23,6 +24,15 @@ def require(condition, message):
     """Raise UserError with this message unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+def check_choice(value, choices, what, remedy="choose from {}"):
+    """Raise UserError for a value that is not one of the choices; advise the most similar one."""
+    if value in choices:
+        return
+    similar = difflib.get_close_matches(str(value), choices, 1)
+    advice = f"did you mean {similar[0]!r}? Else " if similar else ""
+    raise UserError(f"unknown {what} {value!r}: {advice}{remedy.format(', '.join(choices))}")
 
 
 def note(text):

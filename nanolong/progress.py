@@ -48,6 +48,8 @@ class RunLog:
         self.device = batches.device
         self.flops = devices.flops_per_token(batches.model, batches.train_length)
         self.first_step = state.step + 1  # it may compile, so its speed does not count
+        self.tokens_per_step = batches.tokens_per_step
+        self.started = time.perf_counter()
         self.start_clock(state)
         hidden = self.rank > 0 or no_terminal()
         self.bar = tqdm(total=cfg.last_step, initial=state.step, unit="step", disable=hidden)
@@ -82,7 +84,7 @@ class RunLog:
         cfg, step = self.cfg, state.step
         speed = (state.tokens - self.clock_tokens) / (time.perf_counter() - self.clock)
         peak = devices.peak_flops(self.device)  # None: not in the table
-        text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
+        text = f"loss {loss:7.4f}, {speed:9,.0f} tokens/s"
         text += f", MFU {speed * self.flops / peak / self.world:.1%}" if peak else ""
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update()
@@ -94,9 +96,11 @@ class RunLog:
             self.log.write(step, **row, **others)
         # once, and without a terminal whatever is logged
         if step == self.first_step or no_terminal() and is_logged:
-            memory = devices.peak_memory(self.device) / 1e9
-            peak = f", {memory:.3g} GB at the peak" if step == cfg.last_step else ""
-            say(f"step {step}/{cfg.last_step}: {text}{peak}")
+            seconds = (cfg.last_step - step) * self.tokens_per_step / speed
+            end = f"{tqdm.format_interval(seconds)} left"
+            if step == cfg.last_step:
+                end = f"{devices.peak_memory(self.device) / 1e9:.3g} GB at the peak"
+            say(f"step {step:{len(str(cfg.last_step))}}/{cfg.last_step}: {text}, {end}")
         if is_logged or step == self.first_step:
             self.start_clock(state)
 
@@ -178,14 +182,18 @@ def print_header(batches, state):
         print(f"data: {line}", flush=True)
 
 
-def report_end(GPT, cfg, stopped):
-    """Print where the run was saved; if it is complete, print a sample."""
+def report_end(GPT, cfg, result):
+    """Print where the run was saved; if it is complete, print a sample.
+
+    result: what train() returns.
+    """
     folder = run.find_checkpoint(cfg.out_dir)
-    if stopped:
-        print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
+    took = f"after {tqdm.format_interval(result['seconds'])}"
+    if result["stopped"]:
+        print(f"stopped {took} and saved {folder}: resume by the same command, --init_from=resume")
         return
     words = [cfg.out_dir, *([f"--entry={','.join(cfg.entry)}"] if cfg.entry else [])]
-    print(f"saved {folder}; sample from it with python sample.py {shlex.join(words)}")
+    print(f"saved {folder} {took}; sample from it with python sample.py {shlex.join(words)}")
     if cfg.last_step < cfg.max_iters:
         ways = "--init_from=resume, or at another length with extend.py --keep_optimizer=true"
         print(f"step {cfg.last_step} of {cfg.max_iters}: go on with {ways}")

@@ -19,6 +19,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (an old Python has to be able to r
     sys.exit(2)
 
 import difflib
+import functools
 import inspect
 import json
 import re
@@ -29,7 +30,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanolong.errors import UserError, require
+from nanolong.errors import UserError, check_choice, require
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 HIDDEN = ("GPTConfig.vocab_size", "GPTConfig.extension")  # the dataset and GPT.extend() set these
@@ -43,7 +44,7 @@ KINDS = {
 }
 
 
-def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
+def parse(*, paths=None, defaults=None, argv=None, unlisted=(), first=(), **classes):
     """Read the command line into one instance of each dataclass, by the names given here.
 
     Accepts --name=value, --name value, --name for a true bool, and presets, which stack. A flag of
@@ -52,14 +53,16 @@ def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
 
     paths: what other words are, for --help; None: there are none. defaults: a function (values by
     name, other words) -> values that stand in for the dataclasses' defaults, such as a resumed
-    run's. unlisted: names of dataclasses that --help leaves out.
+    run's. unlisted: names of dataclasses that --help leaves out. first: the settings that --help
+    shows, with --help-all for every one; (): --help shows every one.
     """
     known = {name: settings_of(cls) for name, cls in classes.items()}
     hints = {name: row[0] for rows in known.values() for name, row in rows.items()}
     words = list(sys.argv[1:] if argv is None else map(str, argv))
-    if {"--help", "-h"} & set(words):
+    if {"--help", "-h", "--help-all"} & set(words):
         listed = [cls for name, cls in classes.items() if name not in unlisted]
-        print(help_of(listed, paths), flush=True)
+        shown = first if "--help-all" not in words else ()
+        print(help_of(listed, paths, shown), flush=True)
         sys.exit(0)
     presets, flags, others = {}, {}, []
     while words:
@@ -72,7 +75,7 @@ def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
             values = read_preset(word)
             presets |= {name: convert(name, value, hints, word) for name, value in values.items()}
         else:
-            require(paths, f"{word!r} is no setting: give --name=value or config/NAME.toml")
+            require(paths, f"unexpected argument {word!r}: give --name=value or config/NAME.toml")
             others.append(word)
     given = presets | flags
     values = defaults(given, others) if defaults else {}
@@ -101,7 +104,8 @@ def read_flag(word, following, hints):
 def read_preset(word):
     """The values of a TOML file, which may be named without its folder."""
     files = [file for file in (Path(word), CONFIG / word, CONFIG.parent / word) if file.is_file()]
-    require(files, f"there is no preset {word}: config/ has {', '.join(preset_names())}")
+    if not files:
+        check_choice(word, preset_names(), "preset")
     try:
         return tomllib.loads(files[0].read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -139,7 +143,7 @@ def convert(name, value, hints, where="the earlier run"):
     if origin is tuple:
         return convert_items(name, value, arguments[0], where)
     if origin is typing.Literal:
-        require(value in arguments, f"{where}: {name} is one of {', '.join(arguments)}")
+        check_choice(value, arguments, f"--{name}" if "--" in where else f"{name} in {where}")
         return value
     return convert_one(name, value, kind, where)
 
@@ -150,8 +154,8 @@ def check_name(name, hints, where):
         return
     require(name not in GONE, f"--{name} went: {GONE.get(name)}")
     similar = difflib.get_close_matches(name, hints, 1)
-    advice = f"did you mean --{similar[0]}?" if similar else "--help lists them all"
-    raise UserError(f"there is no setting {name!r} ({where}): {advice}")
+    advice = f"did you mean --{similar[0]}?" if similar else "--help-all lists every one"
+    raise UserError(f"unknown setting --{name} ({where}): {advice}")
 
 
 def convert_items(name, value, kind, where):
@@ -217,28 +221,39 @@ def check(config):
             setattr(config, name, convert(name, value, hints, type(config).__name__))
 
 
-def help_of(classes, paths=None):
-    """The text of --help: the script's docstring, and a line for each setting, in groups."""
+def help_of(classes, paths=None, first=()):
+    """Return the text of --help: the script's docstring, and a line for each setting, in groups.
+
+    first: names of the only settings to show; (): all.
+    """
     groups = {}
     known = {name for cls in classes for name in settings_of(cls)}
     for cls in classes:
         for name, (hint, group, comment) in settings_of(cls).items():
+            if first and name not in first:
+                continue
             if typing.get_origin(hint) is typing.Literal:
                 comment = "|".join(typing.get_args(hint)) + f"; {comment}".rstrip("; ")
             setting = f"--{name}={format_value(getattr(cls, name))}"
-            groups.setdefault(group, []).extend(wrap(f"  {setting:<36} {comment}"))
+            # A long setting has a line of its own, so that all comments begin in one column.
+            lines = wrap(f"  {setting if len(setting) <= 36 else '':<36} {comment}")
+            lines = lines if len(setting) <= 36 else [f"  {setting}", *lines]
+            groups.setdefault(group, []).extend(lines)
     lines = [(sys.modules["__main__"].__doc__ or "").strip()]
     for group, entries in groups.items():
         lines += ["", f"{group}:", *entries]
     lines.append("")
+    if first:
+        lines.append("  --help-all shows every setting")
     presets = [name for name in preset_names() if read_preset(name).keys() <= known]
     if presets:
-        lines += wrap(f"  presets: {', '.join(presets)}; they stack, and flags win")
+        lines += wrap(f"  presets, which stack (flags win): {', '.join(presets)}", 4)
     if paths:
-        lines += wrap(f"  other words: {paths}")
+        lines += wrap(f"  other words: {paths}", 4)
     return "\n".join(lines)
 
 
+@functools.cache
 def settings_of(cls):
     """Name -> (type, group, comment) of the settings of a dataclass, its own before its bases'."""
     hints = typing.get_type_hints(cls)
@@ -258,8 +273,8 @@ def settings_of(cls):
     return found
 
 
-def wrap(line):
-    return textwrap.wrap(line, 110, subsequent_indent=" " * 39, break_on_hyphens=False)
+def wrap(line, indent=39):
+    return textwrap.wrap(line, 110, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def format_value(value):

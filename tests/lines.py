@@ -21,7 +21,7 @@ ROOT = Path(FOLDERS[0] if FOLDERS else Path(__file__).parent.parent).resolve()
 DENSER = 1.05  # than at 7ad6d1d
 SCRIPTS = "model.py rope_scaling.py train.py extend.py sample.py evaluate.py hf.py"
 LIMITS = dict(zip(SCRIPTS.split(), (1500, 500, 550, 400, 150, 350, 100), strict=True))
-REACH = 8250  # train.py, and what it imports
+REACH = 8300  # train.py, and what it imports
 # part -> files and patterns, the most lines, the density of commit 7ad6d1d
 PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
     "scripts": (SCRIPTS, 3450, "(11.2, 8.9)"),
@@ -31,7 +31,7 @@ PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
     "its HTML, JavaScript": ("nanolong/**/*.html nanolong/**/*.js", 100, ""),
     "product, Python": (
         f"{SCRIPTS} kernels/**/*.py data/**/*.py nanolong/**/*.py",
-        15400,
+        15450,
         "(11.7, 6.7)",
     ),
     "experiments/": ("experiments/**/*.py", 4050, "(12.0, 3.5)"),

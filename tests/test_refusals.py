@@ -20,8 +20,9 @@ from nanolong.errors import UserError
 from rope_scaling import ATTENTION, METHODS
 
 MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
+    ("--pos=rop", "unknown scheme 'rop': did you mean 'rope'?"),
     ("--pos=cope", ", ".join(POSITIONS), "--entry=FILE.py"),
-    ("--n_embd=100 --n_head=3", "does not divide", "--head_dim"),
+    ("--n_embd=100 --n_head=3", "--n_embd=100 is not a multiple of --n_head=3", "--head_dim"),
     ("--n_head=0", "at least 1"),
     ("--n_head=4 --n_kv_head=3", "n_kv_head=3"),
     ("--n_embd=99", "head_dim=33 is odd"),
@@ -67,7 +68,7 @@ TRAINING = [
     ("--block_size=100000000", "--block_size"),
     ("--eval_length=257", "context length of 256"),
     ("--min_doc=99999999", "--min_doc"),
-    ("--tasks=niah:0.1", "there is no setting 'tasks'"),
+    ("--tasks=niah:0.1", "unknown setting --tasks"),
     ("--device=tpu", "--device=cpu"),
     ("--out_dir=/proc/x", "nothing can be written to /proc: choose another --out_dir"),
     ("--wandb=project", "pip install wandb"),
@@ -85,7 +86,7 @@ EXTENDING = [
     ("", "run folder"),
     ("out/never-made", "train one by python train.py"),
     ("RUN --method=magic", ", ".join(METHODS)),
-    ("RUN --method=clamp", "--pos=rope has no method 'clamp': use --method"),
+    ("RUN --method=clamp", "unknown method of --pos=rope 'clamp'"),
     ("RUN --factor=0.5", "factor=0.5"),
     ("RUN --factor=0", "factor=0.0 does not extend the context: give at least 1"),
     ("RUN --learning_rate=0", "no record of its training: give --learning_rate, or --max_iters=0"),
@@ -113,10 +114,13 @@ EXTENDING = [
     ("RUN --keep_optimizer=true --max_iters=9 --optimizer=muon", "optimizer=adamw, not muon"),
     ("RUN --factor=2 --train_length=65", "the 64 extended tokens"),
     ("RUN --dataset=LETTERS --bos=false", "other tokens than"),
-    ("RUN --init_from=RUN", "init_from is one of scratch, resume, auto"),
+    ("RUN --init_from=RUN", "unknown --init_from", "choose from scratch, resume, auto"),
     ("RUN --init_from=resume --out_dir=RUN", "was not written by extend.py: resume it by train.py"),
     ("RUN --method=jet-long --options=window=33 --max_iters=0", "of a window at most 32"),
-    ("RUN --lora=4 --lora_also=heads", "lora_also is one of norms, embeddings"),
+    (
+        "RUN --lora=4 --lora_also=heads",
+        "unknown --lora_also 'heads': choose from norms, embeddings",
+    ),
     ("RUN --lora_also=norms", "give --lora=RANK too"),
     ("RUN --lora=4 --keep_optimizer=true --max_iters=9", "lora=0, not 4", "leave --lora out"),
 ]
@@ -139,12 +143,12 @@ OTHERS = [
     ("evaluate.py", "RUN --curves=a.png --json=a.json", "leave --plot, --json and --report out"),
     ("evaluate.py", "RUN --report=a.pdf", ".html"),
     ("evaluate.py", "RUN --lengths=0", "at least 1"),
-    ("evaluate.py", "RUN --text=x --task=needle", "--text is of --task=loss"),
-    ("evaluate.py", "RUN --trials=3", "--trials is of --task=needle or ruler"),
+    ("evaluate.py", "RUN --text=x --task=needle", "--text needs --task=loss"),
+    ("evaluate.py", "RUN --trials=3", "--trials needs --task=needle or ruler"),
     (
         "evaluate.py",
         "RUN --task=ruler --ruler=cwe",
-        "'cwe' in --ruler=cwe",
+        "unknown --ruler 'cwe'",
         "as in --ruler=niah,multikey",
     ),
     ("evaluate.py", "RUN --lengths=32,abc", "'abc' in --lengths=32,abc", "as in --lengths=1,2,3"),
@@ -166,7 +170,11 @@ OTHERS = [
     ("data/prepare.py", "gone.txt --shards=3", "--shards is of --dataset=fineweb10B"),
     ("data/prepare.py", "--dataset=imagenet", "imagenet"),
     ("experiments/run.py", "leaderboard --arms=rope,ropey", "'ropey'", "rope, rope-window"),
-    ("experiments/run.py", "leaderbord", "there is no experiment leaderbord"),
+    (
+        "experiments/run.py",
+        "leaderbord",
+        "unknown experiment 'leaderbord': did you mean 'leaderboard'?",
+    ),
 ]
 TABLE = [("train.py", *row) for row in (*MODEL, *TRAINING)]
 TABLE += [("extend.py", *row) for row in EXTENDING] + OTHERS
@@ -280,8 +288,8 @@ def test_a_number_is_refused_in_a_sentence_or_means_something(
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"optimizer": "lyon"}, "optimizer is one of"),
-        ({"lr_schedule": "cosin"}, "lr_schedule is one of"),
+        ({"optimizer": "lyon"}, "unknown optimizer in TrainConfig 'lyon'"),
+        ({"lr_schedule": "cosin"}, "did you mean 'cosine'"),
         ({"learning_rate": -1.0}, "learning_rate must be a number from 0 on"),
         ({"out_dir": ""}, "has no folder: give out_dir"),
         ({"init_from": "scrach"}, "init_from='scrach', and the model was not loaded"),

@@ -165,9 +165,9 @@ def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32
     return loss_sum, n_scored
 
 
-def describe_change(original, model, split, length, max_tokens, dtype):
-    """Say how a model's loss differs from another's, with intervals over the sequences: for all
-    tokens, and for the last quarter of each sequence.
+def compare(original, model, split, length, max_tokens, dtype):
+    """Return the loss of two models, and how they differ, with intervals over the sequences: for
+    all tokens, and for the last quarter of each sequence; by name, two texts each.
 
     Raises UserError when the text or the context of a model is too short.
     """
@@ -178,11 +178,12 @@ def describe_change(original, model, split, length, max_tokens, dtype):
         _, _, *columns = zip(*batches, strict=True)
         found.append([torch.cat(column) for column in columns])
     (targets, before), (_, after) = found
-    texts = []
-    for first in (0, length * 3 // 4):
+    count = f"{len(targets)} sequences{': noisy' if len(targets) < 5 else ''}"
+    texts = {}
+    for part, first in ((count, 0), ("last quarter", length * 3 // 4)):
         old, new, n = (x[:, first:].sum(1) for x in (before, after, targets >= 0))
         change = intervals.ratio_interval((new - old).tolist(), n.tolist())
         change = intervals.format_interval(change, sign="+")
-        texts.append(f"{old.sum() / n.sum():.4f} -> {new.sum() / n.sum():.4f} ({change})")
-    count = f"{len(targets)} sequences{': noisy' if len(targets) < 5 else ''}"
-    return f"{texts[0]} nats per token, in the last quarter {texts[1]}; {count}"
+        old, new = (float(losses.sum() / n.sum()) for losses in (old, new))
+        texts[part] = f"{old:.4f}", f"{new:.4f} ({change})"
+    return texts

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_scaling
-from nanolong.errors import UserError, require
+from nanolong.errors import UserError, check_choice, require
 
 # rope_type -> method, if it has another name here
 METHODS = {"linear": "pi", "dynamic": "dynamic-ntk"}
@@ -140,7 +140,7 @@ def compute(c, p, layer_type=None):
 def check_method(method, options):
     """Refuse a method of RoPE that no config describes."""
     known = rope_scaling.OPTIONS
-    require(method in known, f"there is no method {method!r}: give --method={', '.join(known)}")
+    check_choice(method, known, "method")
     # longrope has two tables; ntk-lceg follows the context length, not the text
     is_dynamic = "length" in known[method] and method not in ("longrope", "ntk-lceg")
     is_dynamic &= "length" not in options

@@ -129,7 +129,7 @@ def test_what_a_benchmark_has_not_is_refused(call, tmp_path):
         (["sample", "--nanogpt=nowhere"], ["sample has no --nanogpt", "train"]),
         (["train", "--nanogpt=nowhere"], ["nowhere/model.py is missing"]),
         (["train", "--rounds=0"], ["--rounds"]),
-        (["tilez"], ["'tilez' is no benchmark", "schemes"]),
+        (["tilez"], ["unknown benchmark 'tilez'", "schemes"]),
     ):
         done = call("experiments/bench.py", *words, f"--out_dir={tmp_path}")
         assert_refused(done, *phrases)

@@ -194,7 +194,7 @@ def test_code_that_has_changed_is_another_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "old, new, words, phrase",
     [
-        ("", "", ["--arms=rope,ropes"], "there is no arm 'ropes'"),
+        ("", "", ["--arms=rope,ropes"], "unknown arm 'ropes'"),
         ("rope@16 <", "ropes@16 <", [], "there is no arm 'ropes'"),
         ("chunked: rope@16", "chunky: rope@16", [], "there is no measure 'chunky'"),
         ("rope-yarn@32", "rope-yarn@64", [], "64 is not among --lengths"),
@@ -202,7 +202,7 @@ def test_code_that_has_changed_is_another_run(tmp_path, monkeypatch):
         (" < rope-yarn@32", " = rope-yarn@32", [], "is no claim"),
         ("rope-yarn@32", "rope-yarn@L", [], "state BUDGETS"),
         ("--lengths=16,32", "--lengths=16,2L", [], "in EVALUATE: give numbers"),
-        ("", "", ["--budget=gpu"], "there is no budget 'gpu'"),
+        ("", "", ["--budget=gpu"], "unknown budget 'gpu'"),
         ("", "", ["--seeds=1-3"], "or several, as in --seeds=1,2,3"),
         ("ARMS", "ARM", [], "states no ARMS"),
         ('"ssmax"', '"a, b"', [], "arm 'a, b' is a number, or has a comma"),
