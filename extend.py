@@ -35,42 +35,42 @@ from train import TrainConfig, TrainState, train_and_sample
 @dataclass
 class ExtendConfig(TrainConfig):
     # [extension]
-    # extension method: for rope a name in rope_scaling.py, for other schemes see docs/extension.md;
-    # their default is pi or none
+    # extension method: for rope a name in rope_scaling.py, for other schemes see docs/extension.md,
+    # where the default is pi or none
     method: str = "yarn"
     factor: float = 4.0  # how many times longer the context gets
-    options: str = ""  # of the method: ramp=paper,beta_fast=16 for example, or a .json file of them
+    options: str = ""  # the method's options: ramp=paper,beta_fast=16 for example, or a .json file
     # which layers to extend, if only some have a window: full (the layers without one), or all.
     # auto: the same layers as in an earlier extension, else full
     layers: Literal["auto", "full", "all"] = "auto"
     pose: bool = False  # fine-tune at the original length, with skipped positions (PoSE)
-    # tokens of a training sequence; 0: the extended context length, or with PoSE the original one
+    # tokens of a training sequence (0: the extended context length, with PoSE the original length)
     train_length: int = 0
     keep_optimizer: bool = False  # go on with the run's optimizer, step, schedule and max_iters
-    # train updates of this rank of attention's matrices, which a checkpoint has merged into its
-    # weights (LoRA); 0: train all weights
+    # LoRA: train updates of this rank of attention's matrices. A checkpoint has the updates merged
+    # into its weights (0: train all weights)
     lora: int = 0
-    lora_alpha: float = 0.0  # an update is multiplied by alpha / rank; 0: alpha is twice the rank
+    lora_alpha: float = 0.0  # an update is multiplied by alpha / rank (0: alpha is twice the rank)
     # norms, embeddings (of tokens, and the weights of the position scheme): trained besides
     lora_also: tuple[Literal["norms", "embeddings"], ...] = ()
     text: str = ""  # evaluate on this text file, not on the dataset's validation set
     max_tokens: int = 65536  # length of the text that the reports before and after score
     # [data]
-    # a folder with token files, or a mixture as of train.py; by default the run's dataset
+    # a folder with token files, or a mixture as in train.py, by default the run's dataset
     dataset: str = ""
-    separate_docs: bool | None = None  # attention stays inside a document; auto: if these are known
+    separate_docs: bool | None = None  # attention stays inside a document (auto: if known)
     # [optimisation]
-    max_iters: int = 60  # steps of fine-tuning; 0: only extend, which needs no data
-    learning_rate: float = 0.0  # peak learning rate; by default 0.3 of the run's
-    batch_size: int = 1  # sequences in a micro-batch; by default as many tokens a step as the run
+    max_iters: int = 60  # steps of fine-tuning (0: only extend, which needs no data)
+    learning_rate: float = 0.0  # peak learning rate, by default 0.3 of the run's
+    batch_size: int = 1  # sequences in a micro-batch, by default as many tokens a step as the run
     warmup_iters: int = 10  # steps of linear warmup
     weight_decay: float = 0.0  # weight decay of matrices and embeddings
     # [evaluation]
-    eval_interval: int = 1000  # steps between evaluations; the first and the last step have one
+    eval_interval: int = 1000  # steps between evaluations, besides the first and the last step
     # [system]
-    # the new run folder; by default RUN-<method><factor>, with -lora<rank> or -zero (no training)
+    # the new run folder, by default RUN-<method><factor>, with -lora<rank> or -zero (no training)
     out_dir: str = ""
-    # resume: continue from the newest checkpoint of out_dir; auto: resume if it has one
+    # resume: continue from the newest checkpoint of out_dir. auto: resume if it has a checkpoint
     init_from: Literal["scratch", "resume", "auto"] = "scratch"
 
     def __post_init__(self):
@@ -88,16 +88,16 @@ class ExtendConfig(TrainConfig):
 
 
 LORA = ("lora", "lora_alpha", "lora_also")
-# What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
+# The fine-tuning inherits these settings of the training, and has its own defaults for the rest.
 INHERITED = "dataset optimizer lr_schedule beta1 beta2 grad_clip log_interval wandb device".split()
 INHERITED += "dtype checkpoint_activations deterministic seed".split()
-# --keep_optimizer also takes over these, so that the training goes on.
+# With --keep_optimizer it also inherits these, because the training continues.
 KEPT = "max_iters learning_rate min_lr warmup_iters weight_decay min_doc separate_docs".split()
 KEPT += ["eval_interval", "eval_length", "compile", *LORA]
 
 
 def run_defaults(given, paths):
-    """The defaults that depend on what is given. Raises UserError if there is no run."""
+    """Return the defaults that depend on the given settings. Raises UserError without a run."""
     advice = "as in extend.py out/python-rope, also to resume"
     require(len(paths) == 1, f"name the one run folder to extend, {advice}")
     folder = run.find_checkpoint(paths[0])
@@ -119,8 +119,8 @@ def run_defaults(given, paths):
 
 
 def default_out_dir(parent, asked, before):
-    """RUN-yarn4, RUN-yarn4-beta_fast=16, RUN-yarn4-lora8 or without training RUN-yarn4-zero; a
-    folder that is extended again has both factors.
+    """Return RUN-yarn4, RUN-yarn4-beta_fast=16, RUN-yarn4-lora8 or, without training,
+    RUN-yarn4-zero. A folder that is extended again has the product of both factors.
 
     before: extension of the model, or None: out/rope-yarn4 extended by 2 is out/rope-yarn8.
     """
@@ -140,7 +140,7 @@ def default_out_dir(parent, asked, before):
 
 
 def inherited_settings(meta, asked):
-    """The settings to take over from a run; asked: the others by name, with method and factor."""
+    """Return the settings to inherit from a run. asked: given settings, method and factor."""
     trained = meta.get("train") or {}
     starts_text = {"bos": meta["bos"] is not None}
     if not trained.get("learning_rate"):  # it was imported
@@ -152,7 +152,7 @@ def inherited_settings(meta, asked):
     # The first fine-tuning takes 0.3 of the training's learning rate, later ones keep theirs.
     scale = 1 if "method" in trained else 0.3
     saved.setdefault("learning_rate", trained["learning_rate"] * scale)
-    # Keep the tokens of a micro-batch, of a step and of an evaluation, if sequences get longer: 16
+    # Keep the tokens of a micro-batch, a step and an evaluation, although sequences get longer: 16
     # sequences of 256 tokens become 4 of 1,024.
     config = meta["config"]
     before = config["extension"] or {"factor": 1, "original_length": config["block_size"]}
@@ -168,7 +168,7 @@ def inherited_settings(meta, asked):
 
 
 def sequence_length(given, original_length, extended_length):
-    """The tokens of a training sequence; given: settings by name."""
+    """Return the tokens of a training sequence, from settings by name."""
     is_short = given.get("pose") or given.get("method") == "drope"
     return given.get("train_length") or (original_length if is_short else extended_length)
 
@@ -247,7 +247,7 @@ def check_same_run(model, cfg, path):
 
 
 def save_extended(model, cfg):
-    """Save a checkpoint that is extended and not fine-tuned; it can be trained by resuming."""
+    """Save a checkpoint that is extended and not fine-tuned. Resuming trains it."""
     folder = Path(cfg.out_dir) / "step-000000"
     # As the parent's weights are stored, unless that would round an interpolated table.
     dtype = model.stored_dtype

@@ -3,14 +3,14 @@
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(pos="rope", vocab_size=257))
     logits = model(tokens)  # (B, T) int64 -> (B, T, V)
-    loss = model(tokens, targets)  # mean cross-entropy in nats per token; targets of -1 are ignored
+    loss = model(tokens, targets)  # mean cross-entropy in nats per token, without targets of -1
     for token in model.generate(tokens, 100): ...
 
 Three chapters: the transformer (Attention, MLP, Block, GPTConfig, GPT), what a pass knows of the
-text (Context, KVCache), and 14 position schemes, of which NoPE is the base. At most 1,500 lines.
+text (Context, KVCache), and 14 position schemes, whose base is NoPE. At most 1,500 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
-vocab_size. pos: position ids; GPT.scheme: the position scheme, whose name is config.pos.
+vocab_size. pos: position ids. GPT.scheme: the position scheme, whose name is config.pos.
 """
 
 import math
@@ -33,8 +33,8 @@ class ContextLengthWarning(UserWarning):
 
 
 # -----------------------------------------------------------------------------
-# Chapter 1: the transformer. A block has pre-norm, grouped-query attention and SwiGLU, which is
-# Llama's shape; GPT-2's LayerNorm, GELU and biases are settings.
+# Chapter 1: the transformer. A block has Llama's shape by default: pre-norm, grouped-query
+# attention and SwiGLU. GPT-2's LayerNorm, GELU and biases are settings.
 
 
 SINKS_AND_DOCS = (
@@ -56,7 +56,11 @@ def make_norm(config):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries; the scheme adds the positions."""
+    """Causal self-attention, whose positions come from the scheme.
+
+    Grouped queries: n_head / n_kv_head query heads share a key/value head, which makes the cache
+    that much smaller. With n_kv_head = 1 this is multi-query attention.
+    """
 
     def __init__(self, config, layer):
         super().__init__()
@@ -129,7 +133,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Llama's MLP (SwiGLU) or Gemma's (GEGLU; Shazeer 2020) if it has a gate, else GPT-2's."""
+    """Llama's MLP (SwiGLU) or Gemma's (GEGLU) with a gate (Shazeer 2020), else GPT-2's."""
 
     def __init__(self, config):
         super().__init__()
@@ -148,7 +152,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, with norms before them, after them, or both."""
+    """Attention and MLP, with norms before or after each part, or both before and after."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -175,8 +179,8 @@ class QueryScale(NamedTuple):
     """The parts of GPTConfig.query_scale, whose formulas are in docs/schemes.md."""
 
     kind: str  # logn or llama4
-    nope_only: bool  # in layers without positions only
-    length: int = 0  # L in tokens; 0: the original context length
+    nope_only: bool  # whether only layers without positions have the factor
+    length: int = 0  # L in tokens (0: the original context length)
     coefficient: float = 0.1  # c of llama4
     offset: int = 0  # o of llama4, added to positions; Llama 4 has 1, Ministral 3 has 0
 
@@ -188,11 +192,12 @@ class GPTConfig:
     block_size: int = 256  # context length in tokens
     n_layer: int = 4  # transformer blocks
     n_head: int = 3  # query heads
-    n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
+    n_kv_head: int = 0  # key/value heads (grouped-query attention) (0: n_head)
     n_embd: int = 192  # embedding size
-    mlp_dim: int = 0  # hidden channels of the MLP; 0: about 8/3 n_embd (gated), 4 n_embd (gelu)
+    # hidden channels of the MLP (0: about 8/3 n_embd with a gate, else 4 n_embd)
+    mlp_dim: int = 0
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    # the first two have a gate; gelu: by tanh (GPT-2), gelu_exact: by erf (Pythia)
+    # swiglu and geglu have a gate, gelu is computed by tanh (GPT-2), gelu_exact by erf (Pythia)
     mlp: Literal["swiglu", "geglu", "gelu", "gelu_exact"] = "swiglu"
     dropout: float = 0.0  # fraction of activations dropped in training
     # multiply attention's outputs by sigmoid(W x), for each head or channel (Qiu et al. 2025)
@@ -205,15 +210,15 @@ class GPTConfig:
     # rope: fraction of a head's pairs that is rotated, the fastest, at the frequencies of the whole
     # head (p-RoPE, Barbero et al. 2024)
     p_rope: float = 1.0
-    window: int = 0  # sliding-window attention: tokens that a query sees; 0: all
+    window: int = 0  # sliding-window attention: tokens that a query sees (0: all)
     sinks: int = 0  # attention sinks: with a window, the first tokens stay visible
-    # a letter per layer, repeated: F full attention, W window, N and S the same without positions;
-    # auto: F, or W if there is a window
+    # a letter per layer, repeated: F full attention, W window, N and S the same without positions
+    # (auto: F, or W if there is a window)
     layer_pattern: str | None = None
     # [architectures of other models]
-    head_dim: int = 0  # channels of a head; 0: n_embd / n_head
-    # norms before attention and MLP, after them (Olmo 2), or both (Gemma 3); parallel: before, and
-    # attention and MLP are computed from the same hidden states (Pythia)
+    head_dim: int = 0  # channels of a head (0: n_embd / n_head)
+    # norms before attention and MLP (pre), after them (post: Olmo 2), or before and after (both:
+    # Gemma 3). parallel: pre, and the MLP reads the same hidden states as attention (Pythia)
     norm_position: Literal["pre", "post", "both", "parallel"] = "pre"
     bias: Literal["none", "qkv", "all"] = "none"  # linear layers that have a bias
     norm_eps: float = 1e-5  # added to the variance in the norms
@@ -222,10 +227,10 @@ class GPTConfig:
     tie_embeddings: bool = True  # the output layer shares the embedding's weights
     embed_scale: float = 1.0  # multiplies the embeddings, not the output layer's weights (Gemma)
     attn_scale: float = 1.0  # multiplies the 1 / sqrt(head_dim) of the attention scores
-    # rope: the base in layers with a window, if others have none (Gemma 3); 0: rope_base
+    # rope: the base in layers with a window, if others have no window (Gemma 3; 0: rope_base)
     rope_local_base: float = 0.0
-    # rope: fraction of a head's channels that is rotated; the exponent runs over these alone, as
-    # with partial_rotary_factor; not p-RoPE
+    # rope: fraction of a head's channels that is rotated. The exponent runs over the rotated
+    # channels only, as with partial_rotary_factor, and not over the head as in p-RoPE
     rope_fraction: float = 1.0
     # learned sinks: a score for each head that takes part in the softmax and has no value (gpt-oss)
     sink_scores: bool = False
@@ -289,7 +294,7 @@ class GPTConfig:
         return len({self.uses_window(layer) for layer in range(self.n_layer)}) == 2
 
     def read_query_scale(self) -> QueryScale | None:
-        """Read the parts of query_scale; None for none. Raises UserError."""
+        """Read the parts of query_scale (none: None). Raises UserError."""
         text = self.query_scale
         kind, *numbers = text.removesuffix("@nope").split(":")
         most = {"none": 0, "logn": 1, "llama4": 3}.get(kind, -1)
@@ -331,7 +336,7 @@ class GPT(nn.Module):
         check_choice(config.pos, POSITIONS, "scheme", "choose from {}, or give --entry=FILE.py")
         POSITIONS[config.pos].check_config(config)
         self.config = config
-        self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
+        self.meta = {}  # the rest of meta.json, if the model comes from a checkpoint
         self.activation_checkpointing = False  # recompute blocks in the backward pass
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
@@ -352,16 +357,16 @@ class GPT(nn.Module):
     ):
         """Map tokens (B, T) int64 to logits (B, T, V), or with targets (B, T) to the loss.
 
-        The loss is in nats, float32; targets of -1 are ignored; reduction is "mean", "sum" or
-        "none" (B, T). Only some of the logits (B, T, V) exist at a time.
+        The loss is in nats, float32. Targets of -1 are ignored. Only some of the logits (B, T, V)
+        exist at a time.
 
-        positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's, from 0
-                   in every document. Give them on the CPU: there they are checked without waiting
-                   for a GPU
-        docs:      document ids (B, T); attention stays within a document
+        positions: position ids, (T,) or (B, T) int64. By default they go on after the cache's, from
+                   0 in every document. Give position ids on the CPU, because a check on a GPU waits
+        docs:      document ids (B, T), because attention stays within a document
         cache:     a KVCache, extended in place
+        reduction: "mean", "sum" or "none" (B, T)
 
-        Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
+        Warns beyond the context length (ContextLengthWarning). Raises UserError for a scheme that
         cannot compute these positions.
         """
         x = self.hidden_states(tokens, positions, docs, cache)
@@ -375,7 +380,7 @@ class GPT(nn.Module):
         return loss.view_as(targets) if reduction == "none" else loss
 
     def hidden_states(self, tokens, positions=None, docs=None, cache=None):
-        """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
+        """Compute the hidden states (B, T, C) after the last norm, from forward's arguments."""
         assert tokens.dim() == 2, f"tokens have the shape {tuple(tokens.shape)}: give (B, T)"
         T = tokens.shape[1]
         tokens, context = self.prepare_inputs(tokens, positions, docs, cache)
@@ -399,7 +404,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Initialize every parameter by its name; a position scheme initializes its own."""
+        """Initialize every parameter by its name, but for the position scheme's own."""
         for name, p in self.named_parameters():
             module = name.split(".")[-2]
             if name.endswith(("bias", "sink_scores")):
@@ -461,7 +466,7 @@ class GPT(nn.Module):
         gaps = positions.diff() != 1
         if docs is not None:
             gaps = gaps & (docs.cpu().diff() == 0)
-        # Attention to far keys counts tokens, too.
+        # Attention to far keys also counts tokens.
         counts = self.scheme.counts_indices() or self.scheme.scaling[0] in rope_scaling.ATTENTION
         require(
             not (counts and gaps.any()),
@@ -472,7 +477,7 @@ class GPT(nn.Module):
         return int(positions.max()) + 1
 
     def check_length(self, end):
-        """Warn beyond the context length; raise UserError for a scheme that ends there."""
+        """Warn beyond the context length, or raise UserError if the scheme ends there."""
         limit = self.config.block_size
         if torch.compiler.is_compiling() or end <= limit:
             return
@@ -487,15 +492,16 @@ class GPT(nn.Module):
         warnings.warn(message, ContextLengthWarning, stacklevel=4)
 
     def extend(self, method: str, factor: float, layers: str = "auto", **options) -> None:
-        """Extend the context by factor, in place; weights change for learned embeddings only.
+        """Extend the context by factor, in place. Only the weights of learned embeddings change.
 
         A second extension by the same method multiplies the factors. Another method is refused,
         because it would throw away frequencies that the weights were trained with, but for abf and
         the methods that replace attention: these keep them. The method none counts as no extension.
         Raises UserError, with nothing changed, for what the scheme cannot do.
 
-        layers: "full", of a hybrid with RoPE only layers without a window, or "all". By default as
-        before, at first full if that is possible, because a window hides what lies farther away.
+        layers: "all", or "full": only layers without a window, in a model with RoPE that also has
+        layers with a window. By default the same layers as in an earlier extension, at first full
+        if that is possible, because a window hides all tokens that lie farther away.
         """
         config = self.config
         is_number = isinstance(factor, int | float) and 1 <= factor < math.inf
@@ -517,7 +523,7 @@ class GPT(nn.Module):
             extension["factor"] *= before["factor"]
             extension |= {"original_length": config.original_length}
             extension |= {name: before[name] for name in ("under",) if name in before}
-            # exact for our own lengths; a file may have another one than its method's
+            # Exact for lengths of our own. A file may have another length than its method's.
             length = config.original_length * before["factor"]
             length = length if round(length) == config.block_size else config.block_size
         else:
@@ -588,15 +594,15 @@ class GPT(nn.Module):
     ):
         """Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
 
-        With a cache, in evaluation mode; every module is in its own mode between two tokens.
-        Warns once beyond the context length; raises UserError, at once, for what cannot be done.
+        With a cache, in evaluation mode. Every module is in its own mode between two tokens.
+        Warns once beyond the context length. Raises UserError at once for a wrong argument.
 
-        tokens:      (B, T) int64 or int32, T >= 1; prompts of other lengths are another call
+        tokens:      (B, T) int64 or int32, T >= 1: prompts of one length
         temperature: 0 is greedy
-        top_k:       keep the k most likely tokens; 0: all
+        top_k:       keep the k most likely tokens (0: all)
         top_p:       keep the most likely tokens whose probabilities sum to this
         compiled:    compile the decoding step, on a GPU to a CUDA graph
-        min_p:       keep tokens of at least this fraction of the most likely one's probability
+        min_p:       keep tokens of at least this fraction of the highest probability
         stop:        token ids that end a row: it yields its own, and then that one again, until
                      all rows have ended
         """
@@ -630,9 +636,9 @@ class GPT(nn.Module):
     @classmethod
     def load(cls, path, best=False, dtype=torch.float32, weights=True) -> "GPT":
         """Load the newest (or best) checkpoint of a run folder, or a checkpoint folder, on the CPU
-        in eval mode. model.meta holds the rest of meta.json. Raises UserError for a damaged one.
+        in eval mode. model.meta holds the rest of meta.json. Raises UserError if it is damaged.
 
-        dtype: dtype of embeddings and linear layers, float32 or bfloat16; None: as stored.
+        dtype: dtype of embeddings and linear layers, float32 or bfloat16 (None: as stored).
         weights: False leaves all but the position scheme's on the meta device.
         """
         from nanolong import run
@@ -696,7 +702,7 @@ class Context:
 class KVCache(Context):
     """A Context that keeps tokens, keys and values, so that a pass computes only the new tokens.
 
-    capacity: tokens to allocate memory for; 0: the memory doubles when it is full. For decoding
+    capacity: tokens to allocate memory for (0: the memory doubles when it is full). For decoding
     steps of fixed shape, write_index is where the next token is written and valid_length is the
     number of tokens with it, both int64 (1,) on the device.
     """
@@ -736,7 +742,7 @@ class KVCache(Context):
         return [self.write((layer, name), x) for name, x in new.items()]
 
     def write(self, key, new):
-        """Write (B, h, T, c) to the end of a buffer, which grows. Returns all so far."""
+        """Write (B, h, T, c) to the end of a buffer, and grow it if need be. Returns all so far."""
         if self.write_index is not None:  # all that is allocated: attention gets the valid length
             return self.kept[key].index_copy_(2, self.write_index, new)
         start = self.n - new.shape[2]
@@ -795,7 +801,7 @@ def concatenate(old, new):
 
 
 class NoPE(nn.Module):
-    """No position information; the causal mask alone (Haviv et al. 2022). The base of all schemes.
+    """No position information but the causal mask (Haviv et al. 2022). The base of all schemes.
 
     In the hooks, x (B, T, C) is what queries and keys were projected from, layer is the index of
     the layer, and context is a Context. Distance: index of the query minus index of the key.
@@ -816,9 +822,9 @@ class NoPE(nn.Module):
         self.extra_scale = 1.0  # attention scores are multiplied by this
         self.is_dynamic = False  # True: the tables follow the length of the input
         self._length = None  # input length for which the dynamic tables were computed
-        self._tables_version = None  # changes with the tables; cached keys are then stale
+        self._tables_version = None  # changes with the tables, because cached keys are then stale
 
-    # The hooks: most schemes override one.
+    # The hooks. Most schemes override one hook.
 
     def embed(self, x, pos):
         """Add to the token embeddings x (B, T, C) at position ids pos, (T,) or (B, T) int64."""
@@ -844,7 +850,7 @@ class NoPE(nn.Module):
     def attend(self, q, k, v, bias, layer, context, **options):
         """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D).
 
-        bias: result of bias(); options: window, sinks, scale and return_lse of kernels.attention().
+        bias: result of bias(). options: window, sinks, scale and return_lse of kernels.attention().
         Called once a layer, because the cache keeps one k and one v for each: a scheme with two
         softmaxes stacks its queries, and a bias, as heads.
         """
@@ -916,7 +922,7 @@ class NoPE(nn.Module):
         pass. Returns the version of the tables: a cache filled under another is refilled.
         """
         if self.is_dynamic:
-            # in quarters of the original length, because each change computes cached keys again
+            # Quarters of the original length, because each change computes cached keys again.
             original = self.config.original_length
             # index(), because a length may be a symbol while torch.compile traces
             quarters = operator.index(-(-4 * length // original))
@@ -983,7 +989,7 @@ class Learned(NoPE):
         return x + self.table[pos]
 
     def extend(self, method, factor, **options):
-        """Interpolate the table linearly to factor times its rows; meant to be fine-tuned."""
+        """Interpolate the table linearly to factor times its rows. Fine-tune it afterwards."""
         super().extend(method, factor, **options)
         old_size = len(self.table)
         new_size = round(self.config.original_length * factor)
@@ -1034,8 +1040,8 @@ class RelativeVectors(NoPE):
         """Return (keys, values, offsets) for n tokens. The score of a query and a key is
         scale * ((q + u) k + (q + w) keys[distance]), and values[distance] is added to the value.
 
-        keys: (H or 1, m, D), m <= n, the last vector holds for all greater distances; values: the
-        same shape or None; offsets: u and w, each (H, D), or None.
+        keys: (H or 1, m, D), m <= n. The last vector holds for all greater distances.
+        values: the same shape or None. offsets: u and w, each (H, D), or None.
         """
         raise NotImplementedError
 
@@ -1071,7 +1077,7 @@ def attend_with_vectors(q, k, v, vectors, scale, query, key, mask):
 
 
 class Shaw(RelativeVectors):
-    """Learned vectors by distance, added to keys and values (Shaw et al. 2018); zero at first.
+    """Learned vectors by distance, added to keys and values (Shaw et al. 2018), at first zero.
 
     All distances from max_distance on share the last vector. That is at most half the original
     length, so that training uses the last vector often: it stands for everything farther away.
@@ -1114,8 +1120,8 @@ class NEZHA(RelativeVectors):
 class TransformerXL(RelativeVectors):
     """Scores (q + u) k + (q + v) W_R R(distance), R sinusoidal (Transformer-XL, Dai et al. 2019).
 
-    u and v (H, D) are shared by all layers; every layer has its own W_R (H D, C). The method
-    "clamp" uses the last distance seen in training for all greater ones.
+    All layers share u and v (H, D), and every layer has its own W_R (H D, C). The method "clamp"
+    uses the last distance seen in training for all greater distances.
     """
 
     pairs = "n_embd"
@@ -1222,7 +1228,7 @@ class KerplePower(NoPE):
         self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.98 + 0.01).logit())
 
     def bias(self, x, layer, context):
-        # from distance 1 on, because the derivative of 0^r2 is not finite
+        # It begins at distance 1, because the derivative of 0^r2 is not finite
         distance = torch.arange(1, context.n_keys, device=self.r1.device) / self.position_scale
         r1 = F.softplus(self.r1)[:, None]
         r2 = 2 * self.r2.sigmoid()[:, None]
@@ -1356,7 +1362,7 @@ class RoPE(NoPE):
                 self.local.extend(method, factor, under=under, **options)
 
     def make_local(self):
-        """The RoPE of layers with a window, which is not extended."""
+        """Make the RoPE of layers with a window, which is not extended."""
         config = self.config
         settings = {"rope_base": config.rope_local_base or config.rope_base, "rope_local_base": 0.0}
         settings |= {"block_size": config.original_length, "extension": None}
@@ -1413,7 +1419,7 @@ class FoX(NoPE):
 
     methods = {"none": ()}
     forgets = True
-    first_bias = 0.0  # f = 0.5; 5: f = 0.993, as in data-dependent ALiBi
+    first_bias = 0.0  # f = 0.5 (5 is f = 0.993, as in data-dependent ALiBi)
 
     def __init__(self, config):
         super().__init__(config)

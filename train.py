@@ -34,30 +34,30 @@ from nanolong.errors import note, report, require, run_main
 @dataclass
 class TrainConfig:
     # [data]
-    # a folder with token files: a path, or a name under data/; long:0.34,short:0.66 mixes several
+    # a folder with token files: a path, or a name under data/. long:0.34,short:0.66 mixes several
     dataset: str = "python"
-    bos: bool | None = None  # start every sequence with <bos>; auto: as the parent or tokenizer
+    bos: bool | None = None  # start every sequence with <bos> (auto: as the parent or tokenizer)
     min_doc: int = 0  # train on documents of at least so many tokens only
     separate_docs: bool = False  # attention stays inside a document
     # [optimisation]
     batch_size: int = 16  # sequences in a micro-batch of one process
     gradient_accumulation_steps: int = 1  # micro-batches in a step, over all processes
     max_iters: int = 1000  # training steps
-    stop_at: int = 0  # end after this step, with the schedule of max_iters; 0: after the last step
+    stop_at: int = 0  # end after this step, with the schedule of max_iters (0: after the last step)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW the rest
     learning_rate: float = 3e-3  # peak learning rate, of both optimizers
     min_lr: float = 0.0  # final learning rate
     warmup_iters: int = 50  # steps of linear warmup
-    # after the warmup; trapezoid: constant, then linear decay over the last 40 %
+    # after the warmup. trapezoid: constant, then linear decay over the last 40 %
     lr_schedule: Literal["trapezoid", "cosine", "constant"] = "trapezoid"
     weight_decay: float = 0.1  # weight decay of matrices and embeddings
     beta1: float = 0.9  # AdamW's decay of the mean gradient
     beta2: float = 0.95  # AdamW's decay of the mean squared gradient
-    grad_clip: float = 1.0  # clip the norm of the gradients to this; 0: no clipping
+    grad_clip: float = 1.0  # clip the norm of the gradients to this (0: no clipping)
     # [evaluation]
     eval_interval: int = 250  # steps between evaluations, each followed by a checkpoint
-    eval_iters: int = 640  # sequences of an evaluation, evenly spaced; 0: the whole validation set
-    eval_length: int = 0  # tokens of a validation sequence; 0: the context length
+    eval_iters: int = 640  # sequences of an evaluation, evenly spaced (0: the whole validation set)
+    eval_length: int = 0  # tokens of a validation sequence (0: the context length)
     log_interval: int = 10  # steps between lines of log.jsonl
     wandb: str = ""  # also log to this Weights & Biases project
     # [system]
@@ -65,14 +65,14 @@ class TrainConfig:
     entry: tuple[str, ...] = ()
     out_dir: str = ""  # the run folder; by default out/<dataset>-<pos>
     overwrite: bool = False  # rename the run in out_dir to NAME.old1, NAME.old2, ...
-    # scratch; resume: continue from the newest checkpoint of out_dir; auto: resume if out_dir has
-    # a checkpoint; or a run or checkpoint folder: start from its weights, with a new optimizer
+    # scratch, or resume: continue from the newest checkpoint of out_dir, or auto: resume if out_dir
+    # has a checkpoint, or a run or checkpoint folder: start from its weights, with a new optimizer
     init_from: str = "scratch"
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    # dtype of matrix products; auto: bfloat16 if the GPU has it, or the CPU has AMX, float16 on
-    # other GPUs
+    # dtype of matrix products (auto: bfloat16 if the GPU has it, or the CPU has AMX, float16 on
+    # other GPUs)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    compile: bool | None = None  # torch.compile; auto: on a GPU, and on a CPU in a long run
+    compile: bool | None = None  # torch.compile (auto: on a GPU, and on a CPU in a long run)
     # the same bits at every run; false: what is faster, on a GPU with PyTorch's SDPA for attention
     # without a bias, gates, documents or a window
     deterministic: bool = True
@@ -90,23 +90,23 @@ class TrainConfig:
 
     @property
     def last_step(self):
-        """The step after which this command ends; the schedule ends at max_iters."""
+        """The step after which this command ends. The schedule ends at max_iters."""
         return self.stop_at or self.max_iters
 
     @property
     def resumes(self):
-        """Whether training goes on in the folder of its run, instead of a new one."""
+        """Whether training continues in the folder of its run, instead of a new folder."""
         return self.init_from == "resume"
 
     @property
     def continues(self):
-        """Whether training goes on from the checkpoint's step, with its optimizer."""
+        """Whether training continues from the checkpoint's step, with its optimizer."""
         return self.resumes
 
 
 @dataclass
 class TrainState:
-    """The state of the loop, which a checkpoint keeps with the weights and moments."""
+    """The state of the loop. A checkpoint keeps it with the weights and moments."""
 
     step: int = 0
     sequences: int = 0  # seen so far, and the number of the next one
@@ -149,10 +149,10 @@ def text_meta(meta, dataset):
 
 
 class Batches:
-    """The micro-batches of this process in order; the next one is read while a GPU still computes.
+    """The micro-batches of this process in order. The next is read while a GPU still computes.
 
     train_length: tokens of a sequence. max_position: position ids skip up to there, for PoSE
-    (skip-wise training, see extend.py); 0: they do not skip. first: number of the first sequence.
+    (skip-wise training, see extend.py; 0: no skips). first: number of the first sequence.
     """
 
     def __init__(self, dataset, model, cfg, train_length, max_position, first):
@@ -166,7 +166,7 @@ class Batches:
         self.sequences_per_step = n * cfg.batch_size
         self.tokens_per_step = self.sequences_per_step * train_length
         # Allocate what all blocks keep once, because too large a batch then fails here with our
-        # message, and not later by the system, which ends the process without one.
+        # message. Later the system would end the process without a message.
         size = (len(model.blocks), cfg.batch_size, train_length)
         torch.empty(*size, model.config.n_embd, device=self.device)
         # processes take the micro-batches of a step in turn
@@ -215,7 +215,7 @@ def estimate_loss(model, dataset, cfg, stop=()):
 
 
 def sum_losses(model, dataset, cfg, stop):
-    """Return the Sums of the validation sequences over all processes; None at a stop signal."""
+    """Return the Sums of the validation sequences over all processes, None at a stop signal."""
     rank, world = parallel.rank_and_world()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
@@ -269,7 +269,7 @@ def forward_backward(forward, batches, state):
     sums = torch.zeros(2, dtype=float_type, device=device)
     for number in range(batches.per_step):
         inputs, n_targets, seed = batches.ready
-        torch.manual_seed(seed)  # because dropout, too, is a function of the sequence's number
+        torch.manual_seed(seed)  # because dropout is a function of the sequence's number
         # Sum over processes at the last micro-batch only, because gradients add up before.
         parallel.set_gradient_sync(forward, number == batches.per_step - 1)
         with devices.autocast(device, getattr(torch, cfg.dtype)):
@@ -287,8 +287,8 @@ def forward_backward(forward, batches, state):
 def update(optimizers, grads, grad_norm, to_mean, state, cfg):
     """Clip the gradients, update the weights and clear the gradients.
 
-    to_mean: factor that turns the gradients into the mean loss's; grad_norm: their norm after that
-    factor, and before clipping.
+    to_mean: factor that turns the gradients into the mean loss's. grad_norm: norm of the gradients
+    after that factor, and before clipping.
     """
     if math.isfinite(grad_norm):
         clip = min(1.0, cfg.grad_clip / (grad_norm + 1e-6)) if cfg.grad_clip else 1.0
@@ -311,7 +311,7 @@ def check_finite(what, cfg, step, *numbers):
     """Raise FloatingPointError if one of the numbers is not finite, after so many steps."""
     if all(map(math.isfinite, numbers)):
         return
-    if step == 0:  # a scheme of one's own, or weights from elsewhere
+    if step == 0:  # because a user's scheme, or weights from elsewhere, may be wrong
         problem = f"{what} is not finite, before any training"
         raise FloatingPointError(f"{problem}: check the scheme, the weights and the data")
     raise FloatingPointError(
@@ -325,9 +325,9 @@ def check_finite(what, cfg, step, *numbers):
 
 
 def train(model: GPT, cfg: TrainConfig, train_length=0, max_position=0) -> dict:
-    """Train in place, writing the run folder cfg.out_dir; a stop signal in the loop saves first.
+    """Train in place, writing the run folder cfg.out_dir. A stop signal in the loop saves first.
 
-    train_length: tokens of a sequence, by default the context length; max_position: PoSE's.
+    train_length: tokens of a sequence, by default the context length. max_position: PoSE's.
     To resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
     Returns the last evaluation, "stopped", "last_step" and "seconds". Raises UserError, and
     FloatingPointError before an update that is not finite.
@@ -363,7 +363,7 @@ def train(model: GPT, cfg: TrainConfig, train_length=0, max_position=0) -> dict:
             run.move_aside(cfg.out_dir)
         shown = progress.RunLog(batches, state)
         try:
-            # from here on a stop signal finishes the step, and saves
+            # From here on a stop signal finishes the step, and saves.
             with run.StopSignals() as stop:
                 last_eval = fit(forward, optimizers, batches, state, stop, shown)
             # one may have come after the loop's last look
@@ -414,7 +414,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
         loss_sum, n_targets, n_signals, grad_norm = sums.tolist()
         stopped = n_signals > 0
 
-        # Clip and update; to_mean: divide by the scored targets, and undo the loss scale.
+        # Clip and update. to_mean: divide by the scored targets, and undo the loss scale.
         loss = loss_sum / max(n_targets, 1)
         to_mean = batches.tokens_per_step / max(n_targets, 1) / state.loss_scale
         grad_norm *= to_mean
@@ -484,7 +484,7 @@ def run_defaults(given, paths):
 
 
 def make_model(args):
-    """The model to train: a new one, or a checkpoint's. Raises UserError."""
+    """Return the model to train: a new model, or a checkpoint's. Raises UserError."""
     cfg, config = args.cfg, args.model_config
     if parallel.rank_and_world()[0] == 0:
         data.prepare_missing(cfg.dataset)

@@ -1,6 +1,6 @@
 """Sequences of text, datasets and mixtures of them, and the batches of a training run.
 
-A sequence is a function of (seed, its number in the run) alone: nothing random is saved in a
+A sequence is a function of (seed, its number in the run) only: nothing random is saved in a
 checkpoint, and sequences do not depend on the number of processes or the size of batches.
 """
 
@@ -18,7 +18,7 @@ from nanolong.errors import LocalError, UserError, require
 
 
 def generator(*numbers):
-    """Return the random numbers that are a function of these."""
+    """Return a generator of random numbers, a function of these integers."""
     return np.random.Generator(np.random.PCG64(numbers))
 
 
@@ -39,8 +39,8 @@ class Split:
     """The token files of training or validation, cut into sequences that do not overlap.
 
     A sequence of `length` targets lies within one file. bos: an id that is put before every
-    sequence, so that the first token of text is a target too; None: the inputs start with a token
-    of the text. What separates documents is a target. tokens: an array for each of the files, which
+    sequence, because the first token of text is then a target (None: inputs start with a token of
+    the text). What separates documents is a target. tokens: an array for each of the files, which
     may occur several times, once for each document that was selected; None: all they hold.
     masked_file: the first file that has a mask, or None: see MaskedSplit.
     """
@@ -66,7 +66,7 @@ class Split:
         return np.array([max(0, n // length) for n in usable], np.int64)
 
     def spaced(self, n, length):
-        """Return the indices of n evenly spaced sequences; of all if n is 0 or there are fewer."""
+        """Return the indices of n evenly spaced sequences, or of all if n is 0 or too large."""
         available = int(self.n_sequences(length).sum())
         n = min(n, available) or available
         return [i * available // n for i in range(n)]
@@ -120,7 +120,7 @@ class Split:
     def pose_sequence(self, file, start, length, max_position, rng, separator=None):
         """Make a sequence for positional skip-wise training (PoSE: Zhu et al. 2024).
 
-        It has two parts; the second begins at the middle at the latest. Between them the positions
+        It has two parts. The second begins at the middle at the latest. Between them the positions
         skip a random number up to max_position - length, and the text another one, at most to the
         next separator, so that the parts belong to one document.
         Returns inputs, targets and positions.
@@ -247,7 +247,7 @@ class Text:
     """What evaluation reads: the validation text of a Dataset, or a text file.
 
     It has a name, val (a Split), a tokenizer, or None, and a hash of its ids and its bytes. bos is
-    put before every sequence, and separator starts a document; None if there is none. n_bytes: how
+    put before every sequence, and separator starts a document (None: no such token). n_bytes: how
     many bytes it has in its files, or None.
     """
 
@@ -381,7 +381,7 @@ class Dataset(Text):
     def select(self, min_doc=0, separate=False):
         """Choose the training text: only documents of at least min_doc tokens.
 
-        separate: attention stays inside a document; None: if these are known.
+        separate: attention stays inside a document (None: if documents are known).
         Raises UserError for a dataset that does not mark its documents.
         """
         problem = f"dataset {self.name} has masks, and its documents are trained on whole"

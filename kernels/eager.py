@@ -1,7 +1,7 @@
 """The operators in plain PyTorch, in less time and memory: they run wherever no kernel does.
 
 reference.py defines what rope, attention and the loss compute, and tests/test_eager.py compares.
-Attention goes through in chunks of queries, which are computed again in the backward pass. The loss
+Attention is computed in chunks of queries, and again in the backward pass. The loss
 goes through in chunks of tokens, whose gradients are kept, if the loss is summed. A CPU has paths
 of its own, and one query, which decodes a token, computes here on every device.
 """
@@ -67,7 +67,7 @@ def _multiply_few_rows(x, weight, bias):
 
 
 def linear_each(x, *layers, joins_on_cpu=True):
-    """Compute several linear layers of the same input; returns a list.
+    """Compute several linear layers of the same input. Returns a list.
 
     In training they are one product, with joined weights, because a GPU fills its last round of
     tiles better, the input is cast and its gradient added once, and a CPU's threads wait less often.
@@ -112,7 +112,7 @@ def _fake_cos_sin(pos, inv_freq, factor):
 
 
 def rope(q, k, cos, sin):
-    """Compute reference.rope(); the arithmetic is float32, or float64 if q is."""
+    """Compute reference.rope() in float32, or in float64 if q is float64."""
     # both at once in a decoding step, because that launches half the operators
     if q.shape[2] == 1 and not torch.is_grad_enabled():
         return rotate(torch.cat((q, k), 1), cos, sin).split((q.shape[1], k.shape[1]), 1)
@@ -120,7 +120,7 @@ def rope(q, k, cos, sin):
 
 
 def rotate(x, cos, sin):
-    """Rotate queries or keys alone (B, H, T, D), as rope() does both."""
+    """Rotate only queries or only keys (B, H, T, D), as rope() does both."""
     if cos.dim() == 2:
         cos, sin = cos[None], sin[None]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (1 or B, 1, T, R/2)
@@ -222,7 +222,7 @@ def attention(
             qkv = q.to(dtype), k.to(dtype), v
             return _attend_from_one_query(*qkv, bias, gates, scale, mask, length, return_lse)
     if is_plain:
-        # in float32, because on a CPU that is faster for a short text
+        # float32, because on a CPU float32 is faster for a short text
         is_slow = q.device.type == "cpu" and Tq > 1 and Tk < 512
         used = torch.promote_types(dtype, torch.float32) if is_slow else dtype
         q, k, v = q.to(dtype).to(used), k.to(dtype).to(used), v.to(used)
@@ -238,8 +238,9 @@ def attention(
 
 
 def attend_in_chunks(attend_chunk, q, k, v, terms, scale, mask, length=None):
-    """Attend a chunk of queries at a time; the backward pass computes each chunk again, so that the
-    memory grows as the text does. Returns what attend_chunk returns, of all queries.
+    """Attend a chunk of queries at a time. Returns the results of attend_chunk for all queries.
+
+    The backward pass computes each chunk again, because memory then grows only as the text does.
 
     attend_chunk: function of a chunk, which gets terms, the indices of its queries and its keys,
     and mask, options of visible_keys(). It returns a tuple: the output (B, H, n, D), and perhaps
@@ -298,7 +299,7 @@ def attend_chunk(q, k, v, terms, scale, query, key, mask):
 def visible_keys(query, key, window=0, sinks=0, docs=None, causal=True):
     """Find out which keys (m,) each query (n,) sees: bool (1 or B, 1, n, m).
 
-    query, key: indices in the text; the others: options of attention().
+    query, key: indices in the text. The rest are options of attention().
     """
     seen = query[:, None] >= key if causal else torch.ones_like(query[:, None] >= key)
     if window:
@@ -310,7 +311,7 @@ def visible_keys(query, key, window=0, sinks=0, docs=None, causal=True):
 
 
 def _scores_to_add(query, key, bias, gates, seen, dtype):
-    """The bias or gates of scores, -inf for keys that are not seen; None without a term.
+    """Return the bias or gates of scores, -inf for keys that are not seen (None: no term).
 
     (B or 1, H or 1, n, m).
     """
@@ -327,7 +328,7 @@ def _scores_to_add(query, key, bias, gates, seen, dtype):
 
 
 def multiply_groups(x, y):
-    """Multiply x (B, H, n, a) by y (B, Hk, a, b), which H / Hk heads share, without a copy of y."""
+    """Multiply x (B, H, n, a) by y (B, Hk, a, b) without a copy of y, which H / Hk heads share."""
     groups = x.unflatten(1, (y.shape[1], -1)).flatten(2, 3)  # (B, Hk, H / Hk * n, a)
     return (groups @ y).view(*x.shape[:3], y.shape[3])
 
@@ -481,7 +482,7 @@ def _fake_losses(x, weight, targets, factor, dtype, z_loss):
 
 
 def add_product(total, a, b):
-    """Add a^T b to total (V, C), in place and in its dtype; a (N, V) and b (N, C) may have 16 bits.
+    """Add a^T b to total (V, C), in place. a (N, V) and b (N, C) may have a shorter dtype.
 
     An operator in a graph, because a compiler would keep the products of all chunks to the end.
     """
@@ -503,7 +504,7 @@ _add_product_operator = torch.library.custom_op(
 
 
 def token_chunks(x, weight):
-    """Slices of the tokens, all of one size but the last, which may be a little shorter.
+    """Slices of the tokens, all of one size but for a last one that may be shorter.
 
     Their logits take at most 128 MiB in float32. On a GPU they take 1 GiB in 16 bits, because
     products of few rows leave most of it idle.

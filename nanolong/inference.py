@@ -26,7 +26,7 @@ class Sampling(NamedTuple):
 
 
 def generate(model, tokens, max_new_tokens, sampling, compiled, stop):
-    """Implement GPT.generate(); a request that cannot be fulfilled is refused at once."""
+    """Implement GPT.generate(). A request that cannot be fulfilled is refused at once."""
     temperature, top_k, top_p, min_p, _ = sampling
     given = f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k}"
     fits = max_new_tokens >= 0 and 0 <= temperature < math.inf and top_k >= 0
@@ -110,7 +110,7 @@ def evaluation_mode(modules):
 
 
 def compute_compiled(step, tokens, model):
-    """The logits (B, V), float32, of a compiled step; its first call compiles."""
+    """Return the logits (B, V), float32, of a compiled step. Its first call compiles."""
     try:
         return step(tokens)
     except torch_private.graph_errors() as error:

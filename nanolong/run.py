@@ -6,7 +6,7 @@ out/rope/step-000500/meta.json           settings, step, data, checksums: the fi
 out/rope/log.jsonl                       a line for each logged step and each evaluation
 out/.rope.lock                           names the process that writes to the folder
 
-Of several processes the first one alone writes. GPT.save() and GPT.load() are what most callers
+Only the first of several processes writes. GPT.save() and GPT.load() are what most callers
 want.
 """
 
@@ -231,7 +231,7 @@ def find_checkpoint(path, best=False):
 
 
 def latest_run(root="out"):
-    """The run folder below root whose newest checkpoint is newest, or None; never an .oldN."""
+    """Return the run folder below root with the newest checkpoint, or None, but never an .oldN."""
     metas = [
         meta
         for meta in Path(root).glob("**/step-*/meta.json")
@@ -319,7 +319,7 @@ def changed_settings(saved, asked, names):
 
 
 def check_settings(folder, saved, asked, names):
-    """Refuse settings that a checkpoint has otherwise; the others: as of changed_settings()."""
+    """Refuse settings that a checkpoint has otherwise, with arguments of changed_settings()."""
     for name, (old, new) in changed_settings(saved, asked, names).items():
         raise UserError(f"{folder} was made with {name}={old}, not {new}: leave --{name} out")
 
@@ -377,7 +377,7 @@ def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
 def load_weights(model, tensors, dtype):
     """Make these tensors the parameters of a model that was built without weights.
 
-    dtype: dtype of linear layers and embeddings; None: as stored. Norms and position
+    dtype: dtype of linear layers and embeddings (None: as stored). Norms and position
     schemes are float32: autocast has them so, and they are small.
     """
     model.stored_dtype = tensors["embed.weight"].dtype
@@ -460,9 +460,9 @@ def weights_hash(model):
 
 @contextlib.contextmanager
 def lock(folder):
-    """A context in which this process alone may write to a run folder, in the first process.
+    """A context in which only this process may write to a run folder, in the first process.
 
-    The lock ends with the process, however that ends; entering it twice is entering it once.
+    The lock ends with the process, however the process ends. Entering it twice is entering it once.
     """
     from filelock import FileLock, Timeout
 
@@ -566,7 +566,7 @@ def is_finished(model, folder, last_step):
 
 
 def prune(run):
-    """Keep the last two checkpoints, and the best that was logged. Removes the others."""
+    """Keep the last two checkpoints, and the best that was logged. Removes all the rest."""
     steps = list_steps(run)
     for old in steps[:-2]:
         if old != find_checkpoint(run, best=True):
@@ -580,14 +580,14 @@ def prune(run):
 # Stop signals.
 
 
-# those that a terminal, a shell or a batch system sends; Windows lacks the last two
+# A terminal, a shell or a batch system sends these signals. Windows lacks the last two.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
 
 class StopSignals:
-    """A context in which STOP_SIGNALS are noted; it is true once one has come.
+    """A context in which STOP_SIGNALS are noted. It is true once a signal has come.
 
-    A second one, more than a second later, ends the process as ever: with torchrun each process
+    A second signal, more than a second later, ends the process as ever: with torchrun each process
     gets Ctrl-C twice, from the terminal and from torchrun. Only the main thread gets signals. A
     signal that is ignored, as SIGHUP under nohup, stays ignored.
     """
