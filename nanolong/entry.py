@@ -75,7 +75,7 @@ def check_hooks(file, scheme, base):
     """Raise UserError if hooks of a scheme have other arguments than the base class has."""
     for hook, new in (("angles", "rotate"), ("gates", "bias")):
         problem = f"--entry={file}: the hook {hook}() went"
-        require(hook not in vars(scheme), f"{problem}: override {new}(), see docs/schemes.md")
+        require(hook not in vars(scheme), f"{problem}: override {new}(), see docs/develop.md")
     for hook in ("embed", "tables", "rotate", "bias", "attend"):
         own, expected = (
             ", ".join(
@@ -100,7 +100,7 @@ def check_scheme(model):
         require(
             torch.equal(inv_freq.to(scheme.inv_freq), scheme.inv_freq),
             f"{name} sets frequencies that extend() would replace: override frequencies() instead, "
-            "as docs/schemes.md shows",
+            "as docs/develop.md shows",
         )
     H = config.n_head
     n = H + 3  # so that a table over distances never looks like slopes (H,)
