@@ -138,7 +138,7 @@ def test_the_commands_of_a_page_run_as_they_are_typed(page, call, reader):
             assert "python -m" in command, f"{command}: no script of this project"
             continue
         words = words[words.index(script) + 1 :]
-        known = call(script, "--help").stdout
+        known = call(script, "--help-all").stdout
         for name in re.findall(r"--(\w+)", " ".join(words)):
             assert f"  --{name}=" in known, f"{command}: {script} has no --{name}"
         if not any(part in command for part in NOT_RUN):
@@ -250,7 +250,7 @@ def test_the_documents_know_every_scheme_and_method():
 
 def test_settings_in_the_text_exist(call):
     scripts = "train extend evaluate sample hf data/prepare experiments/run experiments/bench"
-    text = "".join(call(f"{script}.py", "--help").stdout for script in scripts.split())
+    text = "".join(call(f"{script}.py", "--help-all").stdout for script in scripts.split())
     known = {"help", "help-all", *re.findall(r"^  --(\w+)=", text, re.M)}
     # of torchrun, Slurm, pip, make, pytest, jupyter and other clients
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_id", "rdzv_endpoint"}
@@ -266,7 +266,7 @@ def test_settings_in_the_text_exist(call):
 
 def test_presets_have_settings_that_exist_and_are_listed(call):
     training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    text = "".join(call(script, "--help").stdout for script in ("train.py", "extend.py"))
+    text = "".join(call(script, "--help-all").stdout for script in ("train.py", "extend.py"))
     known = set(re.findall(r"^  --(\w+)=", text, re.M))
     for preset in sorted((ROOT / "config").rglob("*.toml")):
         name = preset.relative_to(ROOT / "config").as_posix()
