@@ -87,7 +87,7 @@ class EvaluateConfig:
     seed: int = 1  # seed of the prompts
     # Python files, each with one scheme of your own, for checkpoints that were trained with it
     entry: tuple[str, ...] = ()
-    best: bool = False  # of a run folder, use the step with the lowest validation loss
+    best: bool = False  # use the step with the lowest validation loss of a run folder
     # [loss]
     # how to score, see above; a single length has no token-aligned by default
     protocol: tuple[Protocol, ...] = ("chunked", "last-quarter", "token-aligned")

@@ -1240,7 +1240,7 @@ class Sandwich(NoPE):
     """The product of two sinusoidal embeddings by distance, a fixed bias (Chi et al. 2023)."""
 
     methods = {"none": (), "pi": ()}
-    dim = 128  # of the sinusoidal embeddings, whatever the size of the model
+    dim = 128  # size of the sinusoidal embeddings, whatever the size of the model
 
     def __init__(self, config):
         super().__init__(config)

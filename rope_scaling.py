@@ -302,7 +302,7 @@ def check_options(method, rotary_dim, original_length, factor, options):
             needed = "a number above 0"
         elif name in ("window", "group"):
             if value != int(value) or (name == "window" and value > original_length):
-                needed = f"a whole number, of a window at most {original_length}"
+                needed = f"a whole number, for a window at most {original_length}"
         require(not needed, f"{name}={value!r:.60} cannot be used: give {needed}")
     for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
         in_order = low not in given or given[low] < given[high]
@@ -434,7 +434,7 @@ def attend_in_two(q, k, v, terms, scale):
     n, m = q.shape[2], k.shape[2] - far.window
     with torch.autocast(q.device.type, enabled=False):
         y, lse = kernels.attention(q, k, v, window=far.window, **options)
-        first = max(0, n - m)  # of the queries that see far keys
+        first = max(0, n - m)  # first of the queries that see far keys
         m = min(m, far.n_keys)
         if m <= 0:
             return y.to(dtype)
@@ -474,7 +474,7 @@ def attend_chunk(q, k, v, terms, scale, query, key, mask):
     def seen(keys, sinks):
         return kernels.visible_keys(query, key[keys], far.window, sinks, **mask)
 
-    # Far scores, of queries and keys rotated once more, and near ones.
+    # Far scores, for which queries and keys are rotated once more, and near scores.
     q = q * scale
     far_q = kernels.rotate(q, *kernels.cos_sin(far.of_queries(pos) - pos, terms.inv_freq))
     far_k = kernels.rotate(k[:, :, distant], *(table[..., distant, :] for table in terms.tables))

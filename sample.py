@@ -47,12 +47,12 @@ class SampleConfig:
     stop_at_eos: bool = True  # end a text at the token that ends a document
     # end it before this text, too, where \n is a line end; may be given several times
     stop: Sequence[str] = ()
-    seed: int = 1337  # of the first sample; sample i uses seed + i
+    seed: int = 1337  # seed of the first sample (sample i uses seed + i)
     # [checkpoint]
     out_dir: str = ""  # the run folder, as another way to name it; default: the newest under out/
     # Python files, each with one scheme of your own, for checkpoints that were trained with it
     entry: tuple[str, ...] = ()
-    best: bool = False  # of a run folder, use the step with the lowest validation loss
+    best: bool = False  # use the step with the lowest validation loss of a run folder
     # [system]
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products; auto: float32 for small models on a CPU

@@ -1,7 +1,7 @@
 """Datasets and tokenizers.
 
 token_files.py  token files, and how datasets are found
-dataset.py      the batches of a training run: of a dataset, or of several
+dataset.py      the batches of a training run, from a dataset or several
 tokenizer.py    text to token ids and back
 texts.py        text to a dataset; prepare.py is its script
 tasks.py        documents for the tasks of RULER, made rather than read; training does not import it
@@ -50,7 +50,7 @@ def prepare_missing(dataset):
             continue
         from filelock import FileLock
 
-        # of runs that start together, one makes it
+        # One of several runs that start together makes it.
         with FileLock(dataset_folder(f".{name}.lock")):
             if not any(dataset_folder(name).glob("*.bin")):
                 run_prepare(f"--dataset={name}")

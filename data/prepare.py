@@ -37,7 +37,7 @@ from nanolong.errors import UserError, require, run_main
 class PrepareConfig:
     dataset: str = ""  # a dataset that needs no text of yours: python, shakespeare or fineweb10B
     name: str = ""  # data/NAME is written; by default the dataset's, the file's or the tasks' name
-    # bytes (if it is given, of any file), char, bpe (trained on this text), an encoding of tiktoken
+    # bytes (if given, any file is read), char, bpe (trained on this text), an encoding of tiktoken
     # such as gpt2, a tokenizer.json or a folder that has one, or a run folder, for its tokenizer
     tokenizer: str = "bytes"
     vocab_size: int = 4096  # bpe: tokens to learn, with the 256 bytes and <|endoftext|>
@@ -49,8 +49,8 @@ class PrepareConfig:
     task: tuple[str, ...] = ()
     length: int = 256  # the most tokens of a document, and so the sequences to train on
     documents: int = 25_000  # documents for training
-    # start documents with <bos>, and so prompts of models that train on them; auto: of bytes, and
-    # of a tokenizer that does
+    # start documents with <bos>, and so prompts of models that train on them (auto: for bytes, and
+    # for a tokenizer that does)
     bos: bool | None = None
 
 
@@ -70,7 +70,7 @@ def prepare_text(path, name="", **options):
 def prepare_tasks(
     folder, words, tokenizer="bytes", length=256, documents=25_000, bos=None, val_fraction=0.1
 ):
-    """Make a dataset of documents of tasks, of which the answers are scored. Raises UserError.
+    """Make a dataset of documents of tasks, whose answers are scored. Raises UserError.
 
     words: kinds and their relative frequencies, as "niah:2", or a kind alone; tokenizer: bytes, or
     a tokenizer; the others are settings of PrepareConfig.

@@ -22,7 +22,7 @@ import numpy as np
 from nanolong.errors import UserError, require
 
 KINDS = {"niah": 0, "multikey": 1, "nth": 4, "last": 5}  # a number of each, part of its seed
-FIRST_SAMPLES = {"train": 1 << 32, "val": 1 << 33}  # of datasets
+FIRST_SAMPLES = {"train": 1 << 32, "val": 1 << 33}  # numbers of the samples in datasets
 SEVERAL = {"small": 3, "large": 4}  # keys of multikey, values of nth and last
 ORDINALS = ("1st", "2nd", "3rd", "4th")
 
@@ -42,9 +42,9 @@ WORDS = {
     "small": ["".join(word) for word in itertools.product("bcdfgklm", "aeiou", "nprstvxz")],
     "large": ["-".join(pair) for pair in itertools.product(FIRST.split(), SECOND.split())],
 }
-DIGITS = {"small": 3, "large": 7}  # of values
+DIGITS = {"small": 3, "large": 7}  # digits of values
 
-# of each kind a needle and the question; every part begins with a space
+# a needle and the question of each kind: every part begins with a space
 SMALL = (" {} is {}.", " ? {} is")
 CODE = " Question: which code does {0} have? Answer: the code of {0} is"
 ORDERED = " Question: what is the {1} code of {0}? Answer: the {1} code of {0} is"
@@ -64,7 +64,7 @@ TEXTS = {
 class Task:
     """What a document says, before its length is known."""
 
-    units: list[str]  # of the haystack
+    units: list[str]  # units of the haystack
     needles: list[tuple[float, str]]  # depth and text; the first n_asked of them answer
     n_asked: int
     question: str
@@ -151,7 +151,7 @@ def make_document(kind, tokenizer, length, seed, sample, bos=None, needles=True,
     # as many units as there is space for
     space = length + 1 - len(prefix) - sum(map(len, facts)) - len(question) - len(answer)
     most = max(0, space // sizes.min() + 1)
-    # of its own, so that the haystack does not depend on the needles
+    # A generator of its own, because the haystack must not depend on the needles.
     rng = np.random.default_rng([*entropy, 1])
     order = rng.integers(len(units), size=most)
     ends = np.concatenate(([0], sizes[order].cumsum()))

@@ -189,7 +189,7 @@ def note_separators(n, source):
 class Texts:
     """The documents of files, and which part of each is validation.
 
-    Whole documents are validation, by a hash of their names; of few the end of each.
+    Whole documents are validation, by a hash of their names. If there are few, the end of each is.
 
     files: name -> path. as_bytes: whether documents are bytes, or text. allows_all: take the bytes
     of files that are no text, with a note. Prints which files are left out, apart from empty ones.
@@ -292,7 +292,7 @@ def make_tokenizer(name, texts, vocab_size):
         return CharTokenizer("".join(characters), bos=len(texts.documents) > 1)
     if name != "bpe":
         return name
-    # of a larger one the library would allocate all memory
+    # The library would allocate all memory for a larger vocabulary.
     limits = f"at least 257, the bytes and <|endoftext|>, and at most {1 << 20}"
     is_possible = 257 <= vocab_size <= 1 << 20
     require(is_possible, f"--vocab_size={vocab_size} is not possible: give {limits}")

@@ -75,7 +75,7 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
     tokens = np.memmap(file, "<u2", "r")
     n = len(tokens) // 2 * 2
     low, high = tokens[:n].reshape(-1, 2)[:: max(1, n // 8192)].T
-    # of wider integers the upper half is 0, or small because the vocabulary is
+    # The upper half of wider integers is 0, or small because the vocabulary is small.
     is_wider = len(low) >= 8 and (high.max() < 16 <= low.max() or high.max() == 0 < low.max())
     is_numpys = tokens[:3].tobytes() == b"\x93NUMPY"
     require(
@@ -208,7 +208,7 @@ def read_fractions(words, what, most=1.0) -> dict[str, float]:
 
 
 def short_name(name) -> str:
-    """Return a name for the folder of a run: of a mixture long+short."""
+    """Return a name for the folder of a run (a mixture: long+short)."""
     return "+".join(Path(source).name for source in split_mixture(name))
 
 

@@ -13,7 +13,7 @@ Every tokenizer has
     added_bytes     how many bytes encode() puts before a text: 1 if that is a space
     to_json()       a dict from which tokenizer_from_json() makes the tokenizer again
 
-A meta.json holds to_json(); of a dataset, the files of a tokenizer lie next to it.
+A meta.json holds to_json(). In a dataset, the files of a tokenizer lie next to it.
 """
 
 import contextlib
@@ -201,7 +201,7 @@ class ImportedTokenizer(Tokenizer):
 
     def encode(self, text):
         with rust_errors(*CANNOT_ENCODE):
-            text.encode()  # of half a surrogate pair the package does not say where
+            text.encode()  # because the package does not say where half a surrogate pair is
             return self.package.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_with_special_tokens(self, text):
@@ -338,7 +338,7 @@ def byte_level_alphabet():
 
 
 def tokenizer_from_json(spec):
-    """Make the tokenizer that to_json() described; None, of token files alone, makes None."""
+    """Make the tokenizer that to_json() described. None, for mere token files, makes None."""
     if spec is None:
         return None
     kinds = {"bytes": ByteTokenizer, "char": CharTokenizer, "imported": ImportedTokenizer}

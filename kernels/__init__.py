@@ -80,7 +80,7 @@ def _sdpa_computes(q, k, *, window=0, gates=None, docs=None, return_lse=False, *
 
 
 def linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0):
-    """Compute the loss of linear logits, of which few exist at a time: see the reference's."""
+    """Compute the loss of linear logits. Few logits exist at a time: see the reference."""
     row_losses = None
     # As in rope(): a compiler fuses the formula, and the kernel lacks float64.
     is_plain = torch.compiler.is_compiling() or weight.dtype == torch.float64

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import kernels
 
-LENGTH = {"cuda": 385, "cpu": 97}  # three of the largest tiles and one token; of the interpreter's
+LENGTH = {"cuda": 385, "cpu": 97}  # three of the device's largest tiles and one token
 
 
 def choose_kernels(model, device, dtype):

@@ -39,7 +39,7 @@ sum, so that the (T, T) scores are never stored. What the tutorial does not have
 
 5. The clipped tail. The sweep visits only diagonals with a distance below m - 1. A row of dS sums
    to the gradient of its log-sum-exp (0 if there is none), so it is known what all entries of a
-   table's gradient sum to. The last one, of all clipped distances, is this less the others.
+   table's gradient sum to. The last one, of all clipped distances, is this minus the others.
 
 6. The corrected delta. dS = P (dP - delta) with delta_i = sum_j P_ij dP_ij, usually computed as
    dO_i . O_i from an O that was rounded to 16 bits. A bias gradient, which adds up thousands of dS,
@@ -117,7 +117,7 @@ class Call(NamedTuple):
     DP: tl.constexpr  # D, rounded up to a power of two
     KIND: tl.constexpr
     CAUSAL: tl.constexpr
-    PRECISION: tl.constexpr  # of float32 products
+    PRECISION: tl.constexpr  # precision of float32 products
 
 
 # -----------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def _load_constant(call, bias):
 
 @triton.jit
 def _load_gates(call, gates, i):
-    """Load both parts of c_i of a head; past the end, of the last token."""
+    """Load both parts of c_i of a head. Past the end: the last token's."""
     parts = tl.load(gates.ptr + tl.minimum(i, call.Tk - 1) * gates.t)
     low = parts.to(tl.int32).to(tl.float32, bitcast=True)
     return (parts >> 32).to(tl.int32).to(tl.float32, bitcast=True), low
@@ -400,7 +400,7 @@ def _dq_kernel(call, segments, OUT, LSE, DOUT, DLSE, DQ, DELTA, BM: tl.constexpr
     if gates is not None:
         start, _ = _load_gates(call, gates, i0 + BM // 2)
         lse -= _gates_since(call, gates, start, i0 + r)
-    # of zeros, too, for without this load the kernel takes 80 registers more on sm_90
+    # Zeros are loaded too, because without the load the kernel needs 80 more registers on sm_90.
     dlse = tl.load(DLSE + row, mask=in_range, other=0.0)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
 
@@ -632,7 +632,7 @@ def _table_kernel(
     for start in tl.range(0, m, BN):
         n = start + tl.arange(0, BN)
         grad = tl.zeros([BN], tl.float32)
-        # of keys before the query, and after it
+        # keys before the query, and after it
         for sign in tl.static_range(-1, 2, 2):
             at = -sign * n - d0
             is_counted = (n < m - 1) & (at >= 0) & ((n > 0) | (sign < 0))
@@ -693,7 +693,7 @@ class Tile(NamedTuple):
     BM: int  # queries
     BN: int  # keys
     warps: int
-    stages: int  # of software pipelining
+    stages: int  # stages of software pipelining
     registers: int = 0  # the most of a thread, on CUDA; 0: the compiler decides
 
 
@@ -763,7 +763,7 @@ def _find_family(device):
 # -----------------------------------------------------------------------------
 # Which tiles are visited
 
-TILES_AT_ONCE = 1 << 22  # of which tile_segments() makes a matrix
+TILES_AT_ONCE = 1 << 22  # tiles of a matrix in tile_segments()
 
 
 def tile_segments(docs, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device):
@@ -1138,7 +1138,7 @@ def _attention_backward(
         return [x.zero_() for x in grads]
     dout, q, k, v = (kernel_layout(x) for x in (dout, q, k, v))
     if dlse is not None:
-        dlse = (dlse * LOG2E).contiguous()  # of the log-sum-exp in log2 to natural units
+        dlse = (dlse * LOG2E).contiguous()  # from a log-sum-exp in log2 to natural units
     terms = bias, in_two_parts(gates)
     call = make_call(q, k, v, *terms, docs, window, sinks, causal, scale)
     kind = call.KIND.value if bias_grad else NONE.value

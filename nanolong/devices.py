@@ -177,7 +177,7 @@ def peak_flops(device):
 
 
 def peak_memory(device):
-    """The most memory that was in use so far: of a GPU by tensors, else by this process; bytes."""
+    """The most bytes that were in use so far: by tensors on a GPU, else by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

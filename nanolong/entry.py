@@ -42,7 +42,7 @@ def load_entry(file, positions):
         return name
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    # where torch.compile looks for the functions of the file; of another module, none is lost
+    # Because torch.compile looks here for the functions of the file. No other module is lost.
     sys.modules.setdefault(name, module)
     try:
         spec.loader.exec_module(module)

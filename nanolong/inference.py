@@ -149,7 +149,7 @@ def token_probabilities(logits, temperature, top_k, top_p, min_p):
         logits, token_ids = logits.sort(dim=-1, descending=True, stable=True)
     p = logits.softmax(-1)
     if top_p < 1:
-        mass = p.flip(-1).cumsum(-1).flip(-1)  # of a token and all that are less likely
+        mass = p.flip(-1).cumsum(-1).flip(-1)  # probability of a token and all less likely ones
         is_left_out = mass <= 1 - top_p
         is_left_out[:, 0] = False  # because rounding may leave out all
         p = p.masked_fill(is_left_out, 0.0)

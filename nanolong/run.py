@@ -35,7 +35,7 @@ from nanolong import entry, parallel
 from nanolong.errors import UserError, require
 from nanolong.strict_json import from_json, replace_text, to_json
 
-FORMAT = 8  # of checkpoints, in meta.json
+FORMAT = 8  # format of checkpoints, in meta.json
 # older formats, and the last commit that reads each
 READ_BY = {7: "d5462f6", 6: "5436555", 5: "b046c6d", 4: "b046c6d"}
 # Settings that a resumed run does not take over, and their defaults.
@@ -50,13 +50,13 @@ class Meta:
     """The keys of meta.json. A model that was not trained here has the defaults."""
 
     config: dict  # settings of the model, a GPTConfig
-    train: dict = field(default_factory=dict)  # of training, a TrainConfig or ExtendConfig
+    train: dict = field(default_factory=dict)  # settings of training, a TrainConfig or ExtendConfig
     # how far training is
     step: int = 0
     sequences: int = 0  # seen in training, by the length of its last sequences
     tokens: int = 0  # seen in training, without pretraining_tokens
-    loss_scale: float = 1.0  # of float16
-    good_steps: int = 0  # of float16: steps since one overflowed
+    loss_scale: float = 1.0  # float16 only
+    good_steps: int = 0  # float16 only: steps since one overflowed
     kernels: str = ""  # implementation of attention, in words
     optimizer_numbers: list = field(default_factory=list)  # keys in optim.safetensors
     # the text

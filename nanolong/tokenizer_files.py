@@ -58,8 +58,8 @@ class Ends:
 def find_ends(tokenizer, ids_of_files, size, starter="") -> Ends:
     """Find which tokens start and end a text: by names of the tokenizer, then by ids in files.
 
-    tokenizer: an ImportedTokenizer, or None. ids_of_files: file -> what it holds, such as
-    bos_token_id; size: of the vocabulary. starter: a file that says that bos starts every text.
+    tokenizer: an ImportedTokenizer, or None. ids_of_files: file -> values, such as bos_token_id.
+    size: size of the vocabulary. starter: a file that says that bos starts every text.
     """
     named, written = {}, {}
     for name in ("bos", "eos"):
@@ -70,7 +70,7 @@ def find_ends(tokenizer, ids_of_files, size, starter="") -> Ends:
     # what the post-processor puts first is bos, whatever the names say
     first = first_special_id(tokenizer) if tokenizer else None
     template = ("tokenizer.json", [] if first is None else [first])
-    # of a tokenizer without a model
+    # for a tokenizer without a model
     fallback = ("", [])
     if tokenizer and not ids_of_files:
         fallback = ("tokenizer.json", as_ids(tokenizer.package.token_to_id(SEPARATOR), size))

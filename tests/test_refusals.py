@@ -116,7 +116,7 @@ EXTENDING = [
     ("RUN --dataset=LETTERS --bos=false", "other tokens than"),
     ("RUN --init_from=RUN", "unknown --init_from", "choose from scratch, resume, auto"),
     ("RUN --init_from=resume --out_dir=RUN", "was not written by extend.py: resume it by train.py"),
-    ("RUN --method=jet-long --options=window=33 --max_iters=0", "of a window at most 32"),
+    ("RUN --method=jet-long --options=window=33 --max_iters=0", "for a window at most 32"),
     (
         "RUN --lora=4 --lora_also=heads",
         "unknown --lora_also 'heads': choose from norms, embeddings",

@@ -173,7 +173,7 @@ def list_names(names):
 
 def describe_other_tokens(records, texts, max_tokens):
     """Return a sentence if checkpoints do not score the same token ids, in a list."""
-    # of one protocol and length, for each has other sequences
+    # Within a protocol and length, because others have other sequences.
     ids = {}
     for record in select(records, task="loss"):
         if "ids" in record:

@@ -209,7 +209,7 @@ def heatmap_figure(file, records, title="", note=""):
                 cells[i][j] = record["accuracy"]["mean"]
                 label = f"{cells[i][j]:.2f}"
                 axis.text(j + 0.5, i + 0.5, label, ha="center", va="center", fontsize=7)
-        # of an image, which imshow() draws, the report would not allow the address
+        # Not imshow(), because the report does not allow the address of its image.
         mesh = axis.pcolormesh(cells, vmin=0, vmax=1, cmap="Greens", alpha=0.8)
         axis.invert_yaxis()
         axis.set_title(name, fontsize=9)
@@ -238,7 +238,7 @@ def read_losses(folder, name):
 def plot_curves(runs, file):
     """Plot the losses of runs by step: training is a line, validation is marked.
 
-    Nats per token of different tokens cannot be compared: of runs with other vocabularies only the
+    Nats per token of different tokens cannot be compared: for runs of other vocabularies only the
     validation is drawn, in bits per byte. runs: name -> run folder. Returns whether files were
     written. Raises UserError for a run that has logged none of these numbers.
     """

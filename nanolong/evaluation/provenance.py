@@ -35,7 +35,7 @@ def hardware(device):
 
 def _cpu_name():
     """The processor and, of the vector instructions that decide its speed, those that it has."""
-    file = Path("/proc/cpuinfo")  # of Linux
+    file = Path("/proc/cpuinfo")  # on Linux
     info = file.read_text() if file.exists() else ""
     name = re.search(r"model name\s*: (.*\S)", info)
     if not name:

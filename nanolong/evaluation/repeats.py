@@ -47,7 +47,7 @@ def repeats_of(tokens, is_separator):
         for places, n in ((trigrams, 3), (pairs, 2)):
             found = last_places(tokens[part].tolist(), n)
             places[part] = np.where(found < 0, found, found + start + 1)
-    # of a pair that ends before a target, not at it
+    # The pair of a target ends before the target, not at it.
     pairs = np.where(is_separator, -2, np.concatenate(([-2], pairs[:-1])))
     return trigrams, pairs, np.cumsum(is_separator)
 
@@ -56,7 +56,7 @@ def bucket_masks(trigrams, pairs, first_near, first_far):
     """Put targets into buckets, by where the trigram that ends with them stood last before, or the
     pair of tokens before them, whatever followed there: {bucket: bool (N,)}.
 
-    trigrams, pairs: last places, of repeats_of(); first_near, first_far: index of the first token
+    trigrams, pairs: last places from repeats_of(). first_near, first_far: index of the first token
     that is visible to the targets in the shorter and in the longer context.
     """
     is_far = (trigrams < first_near) & (trigrams >= first_far) & (trigrams >= 0)

@@ -100,7 +100,7 @@ def read_text(model, folder, file):
 
 def note_changed_data(folder, meta, dataset):
     """Print a note if a dataset has changed since a checkpoint with this meta was trained on it."""
-    hashes = (meta.get("data_hash") or dataset.hash).split(",")  # of a mixture several
+    hashes = (meta.get("data_hash") or dataset.hash).split(",")  # a mixture has several
     was_trained_on = dataset.name in split_mixture(meta.get("dataset") or "")
     if was_trained_on and dataset.hash not in hashes:
         note(
@@ -215,7 +215,7 @@ def in_bits_per_byte(records):
             converted.append({**record, "loss": interval.pop("mean"), **interval})
         elif record.get("protocol") == "chunked" and "refused" in record:
             converted.append(record)
-    # of bytes they are nats in another unit
+    # If tokens are bytes, bits per byte are nats in another unit.
     says_more = any(record.get("bytes", 0) > record.get("tokens", 0) for record in converted)
     return converted if says_more else []
 

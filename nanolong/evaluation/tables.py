@@ -296,7 +296,7 @@ def retrieval_table(records):
     """Return the answers to prompts of one kind, of needle at each depth."""
     first = records[0]
     title = f"{first['task']}, {first['kind']}, {first['trials']} prompts a cell"
-    # of vocabularies of two sizes, whose documents differ, there are two
+    # Vocabularies of two sizes have different documents, and so two chances.
     for guess in unique(records, "chance"):
         title += f", chance {guess:.2g} right and {-math.log(guess):.2f} nats"
     if first["task"] == "needle":

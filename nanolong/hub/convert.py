@@ -219,7 +219,7 @@ def find_obstacles(model, name, family):
     allowed["embed_scale"] = (family.embed_scale(config),)
     scale = config.read_query_scale()
     if scale and (scale.kind, scale.nope_only, scale.offset) == ("llama4", False, 0):
-        if "llama4" in allowed["query_scale"]:  # of any length and coefficient
+        if "llama4" in allowed["query_scale"]:  # with any length and coefficient
             allowed["query_scale"] = (config.query_scale,)
     if "N" in "".join(family.patterns):
         allowed["pos"] += ("nope",)

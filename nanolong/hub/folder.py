@@ -34,7 +34,7 @@ class Source(NamedTuple):
 
     c: object
     tensors: dict
-    metadata: dict = {}  # of a GGUF file
+    metadata: dict = {}  # metadata of a GGUF file
 
 
 def find_folder(source):

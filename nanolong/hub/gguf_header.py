@@ -79,7 +79,7 @@ class Header:
     def parse(self, file_size):
         """Return (metadata, tensors: name -> Place)."""
         magic, version, n_tensors, n_values = self.take("4sIQQ")
-        # of a file of the other byte order the version is a large number
+        # In a file of the other byte order the version is a large number.
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError("it does not begin as a GGUF file of version 2 or 3 does")
         metadata, tensors = {}, {}

@@ -92,7 +92,7 @@ def read_architecture(file, metadata):
 
 
 def own_metadata(metadata, arch):
-    """Return the architecture's metadata, without its name; of equal layers, one layer's."""
+    """Return the architecture's metadata, without its name, and one layer's for equal layers."""
     own = {}
     for key, x in metadata.items():
         if key.startswith(f"{arch}."):
@@ -156,7 +156,7 @@ def read_rope(file, own, tables):
         if extrapolation > 0 and "yarn_attn_factor" in scaling:
             p["attention_factor"] = scaling["yarn_attn_factor"]
         if multiplier != 1:
-            # of the temperature that YaRN has without it
+            # It multiplies the temperature that YaRN has without it.
             p["attention_factor"] = multiplier * (0.1 * math.log(factor) + 1)
         return base | p
     if kind not in ("none", "linear") or multiplier != 1:

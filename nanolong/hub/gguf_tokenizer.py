@@ -24,7 +24,7 @@ QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 class PreTokenizer(NamedTuple):
     """What a name in tokenizer.ggml.pre stands for."""
 
-    pattern: str | None = None  # of the pieces of a text; None: GPT-2's, which the library has
+    pattern: str | None = None  # pattern of the pieces of a text (None: GPT-2's, from the library)
     splits_digits: bool = False  # whether each digit is a piece
     composes_text: bool = False  # whether a text is composed first (Unicode's NFC)
     ignores_merges: bool = False  # whether a piece that is a token stays whole

@@ -102,7 +102,7 @@ def open_tokenizer(place, found, named, vocab_size):
     if found.metadata:
         return gguf_tokenizer.read_tokenizer(place, found.metadata, vocab_size)
     note = f"no tokenizer.json belongs to {place}: the model works on token ids only (for text, "
-    note += "give --tokenizer=DIR of one; of a tokenizer.model transformers writes it)"
+    note += "give --tokenizer=DIR; transformers writes it from a tokenizer.model)"
     return None, tokenizer_files.find_ends(None, ids, vocab_size), note
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from nanolong import parallel
 from nanolong.errors import UserError, require
 
-N_TOKENS = 33  # of the comparison of whole models
+N_TOKENS = 33  # for the comparison of whole models
 N_FAR = 64  # tokens with gaps between their positions, and of which the logits are compared
 MAX_POSITION = 1 << 16  # transformers' angles are float32, whose error grows with the position
 MAX_TOKENS = 4096  # without gaps
