@@ -577,9 +577,7 @@ def main(argv=None):
         write_json(file, {**saved, "claims": [x for x in claims if x.startswith("- ")]})
     text = "\n".join(format_report(experiment, board)) + "\n"
     file.with_suffix(".md").write_text(text, encoding="utf-8")
-    # a terminal shows no figure, and its last lines are the verdicts
-    shown = text.partition("\n## Flags and commands")[0]
-    print("\n" + re.sub(r"^!.*\n\n?", "", shown, flags=re.M))
+    print("\n" + re.sub(r"^!.*\n\n?", "", text, flags=re.M))  # a terminal shows no figure
     if experiment.plot:
         experiment.plot(board, file.with_suffix(".png"))
     else:

@@ -4,7 +4,7 @@ All runs take the same number of steps, and of tokens a step, and start at L tok
 at 16L. three-lengths: 4L from 90 % of the steps and 16L from 95 %, with one optimizer and schedule;
 one-jump: 16L from 90 %, so as many steps beyond L. late-three-lengths and one-late-jump: from 95 %
 (16L from 97.5 %) with half as many. Losses are in nats per token in the last quarter of a sequence;
-seconds are of the processor, for all commands of an arm.
+seconds are of the processor, for all commands of a row.
 """
 
 TITLE = "When to extend"
