@@ -369,7 +369,7 @@ def as_list(value):
 def plot_tables(tables, board, file, title="", shown=()):
     """Plot each table with several lengths, as curves.
 
-    title: the finding of budget cpu, in a sentence. shown: arm -> label. Six arms have a colour,
+    title: the finding, of budgets but try and gpu. shown: arm -> label. Six arms have a colour,
     first of shown, then in the order of the table; the others are gray.
     """
     tables = [(heading, as_list(m), n) for heading, m, n in tables or board.default_tables()]
@@ -387,7 +387,7 @@ def plot_tables(tables, board, file, title="", shown=()):
     axes = figure.subplots(n_rows, n_columns, squeeze=False)
     for axis, table in zip(axes.flat, tables, strict=True):
         plot_table(axis, table, board, names, labels)
-    if board.b.budget == "cpu":
+    if board.b.budget not in ("try", "gpu"):
         figure.suptitle(title, fontsize=13, fontweight="bold", wrap=True)
     figures.save(figure, file)
     pyplot.close(figure)

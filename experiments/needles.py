@@ -74,6 +74,7 @@ TABLES = [
     ("Found, mean over the depths", "needle", ["L", "2L", "3L", "4L"]),
     ("Found by depth", DEPTHS, ["4L"]),
 ]
+FINDING = "A window finds only the end, Self-Extend nearly every passkey"
 PLACES = {"0": "start", "0.25": "", "0.5": "middle", "0.75": "", "1": "end"}
 SHOWN = {"none": "RoPE, unchanged", "yarn": "YaRN", "self-extend": "Self-Extend"}
 SHOWN |= {"window": "cut to a window", "jet-long": "Jet-Long", "drope": "DroPE"}
@@ -89,8 +90,6 @@ def plot(board, file):
     figure, axes = pyplot.subplots(2, 4, figsize=(9, 5.4), layout="constrained")
     lengths = ["L", "2L", "3L", "4L"]
     labels = [f"{count_tokens(n, board.b)}" for n in lengths]
-    for axis in axes.flat[len(shown) :]:
-        axis.axis("off")
     for axis, arm in zip(axes.flat, shown, strict=False):
         cells = [[fmean(board.runs_of(arm, f"needle {x}", n)) for n in lengths] for x in PLACES]
         draw_found(axis, cells, labels, axis in axes[:, 0])
@@ -98,8 +97,7 @@ def plot(board, file):
     figure.supylabel("passkeys found, %, by place in the text")
     figure.supxlabel("length of the text, bytes")
     if board.b.budget == "cpu":
-        title = "A window finds only the end, Self-Extend nearly every passkey"
-        figure.suptitle(title, fontsize=13, fontweight="bold")
+        figure.suptitle(FINDING, fontsize=13, fontweight="bold")
     figures.save(figure, file)
     pyplot.close(figure)
 

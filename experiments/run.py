@@ -22,6 +22,7 @@ Names in capitals may be functions of the budget b, whose numbers are attributes
     derive(board)   rows (arm, seed, measure, length, number) that follow from others
     MEASURES        name -> unit of what measure() and derive() return, or the names alone
     make_data(b)    writes datasets below b.data from b.dataset: for arms, --dataset={b.data}/NAME
+    FINDING         a sentence, the title of the figure, but for budgets try and gpu
     notes(board)    more lines of the report
     plot(board, file)   a figure in place of one panel for each table
 
@@ -90,7 +91,7 @@ MEASURING_CODE = ("experiments/tasks.py",)  # which others train with
 
 # What an experiment's file may state.
 DEFAULTS = {"TITLE": "", "ABOUT": "", "FLAGS": "", "ARMS": {}, "EVALUATE": {}, "TABLES": None}
-DEFAULTS |= {"CLAIMS": "", "MEASURES": (), "BUDGETS": {"default": ""}}
+DEFAULTS |= {"CLAIMS": "", "FINDING": "", "MEASURES": (), "BUDGETS": {"default": ""}}
 DEFAULTS |= dict.fromkeys(("measure", "derive", "make_data", "notes", "plot"))
 
 
@@ -581,7 +582,7 @@ def main(argv=None):
     if experiment.plot:
         experiment.plot(board, file.with_suffix(".png"))
     else:
-        plot_tables(experiment.tables, board, file.with_suffix(".png"))
+        plot_tables(experiment.tables, board, file.with_suffix(".png"), experiment.finding)
     return 1 if board.failed else 0
 
 
