@@ -3,7 +3,6 @@
 import collections
 import math
 import re
-import textwrap
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -18,10 +17,14 @@ ABOUT = (
 )
 NO_SIZES = ("budget", "dataset", "data")  # what run.py adds to the numbers of a budget
 RULE = (
-    "A claim passes if its whole 95 % interval lies on the claimed side of the bound. It is "
-    "undecided if the interval contains the bound, which more seeds may decide; smaller if the "
-    "sign is right, but the bound is not reached; and contradicted if the sign is wrong."
+    "pass: the whole 95 % interval is on the claimed side of the bound. undecided: the interval "
+    "includes the bound. smaller: right sign, bound not reached. contradicted: wrong sign."
 )
+
+# of figures
+RED, BLUE, GREEN, ORANGE, VIOLET = "#c8413b", "#2a6fb5", "#1d8a5f", "#d98a1f", "#6b4fa0"
+COLORS = ("#22262b", BLUE, GREEN, ORANGE, VIOLET, "#8a5a2b")
+UNCHANGED_ROPE = ("rope", "none", "none+0", "untouched")  # red in every figure
 
 # in the order in which they are counted
 VERDICTS = ("pass", "undecided", "smaller", "contradicted", "not judged")
@@ -76,8 +79,6 @@ class Board:
         self.b = SimpleNamespace(**saved["budget"])
         self.arms = list(saved["arms"])
         self.failed = saved["failed"]
-        self.commands = {"all": [saved.get("flags", "")], **saved["arms"]}
-        self.folders = saved.get("folders", {})
         # sentences: how the training of arms differs
         self.unequal = [*saved.get("unequal", [])]
         self.weights = {(arm, seed): digest for arm, seed, digest in saved.get("weights", [])}
@@ -336,9 +337,11 @@ def format_report(experiment, board):
     if is_try:
         lines += ["", "The budget `try` shows that the commands work: its numbers mean nothing."]
     lines += ["", experiment.about or ABOUT]
+    file = f"{experiment.name}.json"
+    lines += ["", f"Commands, flags and run folders of each row: [{file}]({file})."]
     if board.failed:
         lines += ["", "## Failed", "", *(f"- {name}, {why}" for name, why in board.failed.items())]
-    tables = experiment.tables or board.default_tables()
+    tables = board.default_tables() if experiment.tables is None else experiment.tables
     tables = [(heading, as_list(measures), lengths) for heading, measures, lengths in tables]
     names = rank(board, *tables[0][1:]) if tables else []
     for heading, measures, lengths in tables:
@@ -347,7 +350,7 @@ def format_report(experiment, board):
             for sentence in board.other_tokens(measure):
                 lines += ["", sentence]
     if experiment.plot or any(len(lengths) > 1 for _, _, lengths in tables):
-        lines += ["", f"![the same as curves]({experiment.name}.png)"]
+        lines += ["", f"![figure]({experiment.name}.png)"]
     if experiment.notes:
         lines += ["", *experiment.notes(board)]
     if board.unequal:
@@ -355,15 +358,7 @@ def format_report(experiment, board):
     claims = claim_lines(experiment, board)
     if claims:
         blank = [""] * bool(claims[0])  # before a heading there is one already
-        lines += ["", "## Claims", "", RULE, *blank, *claims, "", count_verdicts(claims)]
-    commands = []
-    for name, words in board.commands.items():
-        if any(words):
-            commands.append(f"- {name}: `{'; '.join(words)}`")
-        if name in board.folders:
-            commands[-1] += f" in {', '.join(board.folders[name])}"
-    if commands:
-        lines += ["", "## Flags and commands", "", *commands]
+        lines += ["", "## Claims", "", f"{count_verdicts(claims)} ({RULE})", *blank, *claims]
     return lines
 
 
@@ -371,11 +366,11 @@ def as_list(value):
     return [value] if isinstance(value, str) else list(value)
 
 
-def plot_tables(tables, board, file):
-    """Plot each table with several lengths: a curve for each arm, with its intervals.
+def plot_tables(tables, board, file, title="", shown=()):
+    """Plot each table with several lengths, as curves.
 
-    A panel has at most eight arms, in the order of the table, and where they are in its range the
-    others in gray.
+    title: the finding, of budgets but try and gpu. shown: arm -> label. Six arms have a colour,
+    first of shown, then in the order of the table; the others are gray.
     """
     tables = [(heading, as_list(m), n) for heading, m, n in tables or board.default_tables()]
     tables = [table for table in tables if len(table[2]) > 1]
@@ -384,45 +379,48 @@ def plot_tables(tables, board, file):
         return
     names = rank(board, *tables[0][1:])
     names = [name for name in names if any(board.points(name, m[0], n) for _, m, n in tables)]
-    n_groups = math.ceil(len(names) / 8) or 1
-    size = math.ceil(len(names) / n_groups) or 1
-    # a row for each table, but of few arms the tables stand side by side
-    n_rows, n_columns = (len(tables), n_groups) if n_groups > 1 else (1, len(tables))
-    figure, axes = pyplot.subplots(
-        n_rows,
-        n_columns,
-        figsize=(5.5 * n_columns, 4.5 * n_rows),
-        squeeze=False,
-        layout="constrained",
-    )
-    panels = [(table, names[i * size :][:size]) for table in tables for i in range(n_groups)]
-    for axis, (table, group) in zip(axes.flat, panels, strict=True):
-        plot_table(axis, table, board, names, group)
-    # the report has the sentences whole
-    unequal = board.unequal + sum((board.other_tokens(m[0]) for _, m, _ in tables), [])
-    notes = [board.note, *(textwrap.shorten(line, 180) for line in dict.fromkeys(unequal))]
-    lines = [textwrap.fill(line, 90 * n_columns) for line in notes]
-    figure.supxlabel("\n".join(lines), fontsize=7, color="gray")
+    labels = {x: dict(shown).get(x, x) for x in (*shown, *names) if x in names}
+    labels = dict(list(labels.items())[:6])
+    n_columns = 2 - len(tables) % 2
+    n_rows = len(tables) // n_columns
+    figure = pyplot.figure(figsize=(9, 4.5 * n_rows), layout="constrained")  # 1,800 pixels wide
+    axes = figure.subplots(n_rows, n_columns, squeeze=False)
+    for axis, table in zip(axes.flat, tables, strict=True):
+        plot_table(axis, table, board, names, labels)
+    if board.b.budget not in ("try", "gpu"):
+        figure.suptitle(title, fontsize=13, fontweight="bold", wrap=True)
     figures.save(figure, file)
     pyplot.close(figure)
 
 
-def plot_table(axis, table, board, names, group):
-    """Plot the first measure of a table: the arms of a group, and other names in gray."""
+def plot_table(axis, table, board, names, shown):
+    """Plot the first measure of a table: curves of shown, and the other names in gray."""
     heading, measures, lengths = table
-    if len(group) < len(names):
-        first = names.index(group[0]) + 1
-        heading += f": {first} to {first + len(group) - 1} of {len(names)}"
-    axis.set(title=heading, xscale="log", xlabel="context length, tokens")
-    axis.set_ylabel(label_of(measures[0], board.units))
-    for name in sorted(names, key=lambda name: name not in group):
+    unit = "byte" if board.b.dataset == "python" else "token"
+    label = label_of(measures[0], board.units).replace("token", unit)
+    axis.set(title=heading, xscale="log", xlabel=f"length of the text, {unit}s", ylabel=label)
+    ends = []
+    for number, (name, text) in enumerate(shown.items()):
         points = board.points(name, measures[0], lengths)
-        x, mean, half_width = map(list, zip(*points, strict=True)) if points else ([], [], [])
-        if name in group:
-            style = figures.curve_style(group.index(name))
-            axis.errorbar(x, mean, half_width, capsize=2, elinewidth=1, label=name, **style)
+        if not points:
+            continue
+        x, mean, half_width = map(list, zip(*points, strict=True))
+        color = RED if name in UNCHANGED_ROPE else COLORS[number % len(COLORS)]
+        style = {**figures.curve_style(number), "color": color}
+        if "fraction" in label:  # whiskers would leave 0 to 1
+            axis.plot(x, mean, **style)
+            for length in lengths:
+                values = board.runs_of(name, measures[0], length)
+                axis.plot([count_tokens(length, board.b)] * len(values), values, ".", color=color)
+            axis.set_ylim(-0.03, 1.03)
         else:
-            axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # the group's limits
+            axis.errorbar(x, mean, half_width, capsize=2, elinewidth=1, **style)
+        ends.append((text, x[-1], mean[-1], color))
+    axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # of the curves with a colour
+    for name in names:
+        points = board.points(name, measures[0], lengths)
+        if name not in shown and points:
+            x, mean, _ = zip(*points, strict=True)
             axis.plot(x, mean, color="lightgray", linewidth=1, zorder=0)
     ticks = sorted({count_tokens(length, board.b) for length in lengths})
     figures.mark_lengths(axis, [n for n in board.original_lengths if ticks[0] <= n <= ticks[-1]])
@@ -430,10 +428,22 @@ def plot_table(axis, table, board, names, group):
     apart = (ticks[-1] / ticks[0]) ** 0.1
     is_free = [True, *(b > apart * a for a, b in pairwise(ticks))]
     labels = [f"{n:,}" if free else "" for n, free in zip(ticks, is_free, strict=True)]
+    for length in {*ticks} & {*board.original_lengths}:
+        labels[ticks.index(length)] += "\ntrained"
     axis.set_xticks(ticks, labels)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    label_ends(axis, ends)
+
+
+def label_ends(axis, ends):
+    """Write names at the right ends of curves, one above the other: (name, x, y, color)."""
+    low, high = axis.get_ylim()
+    place = -math.inf
+    for name, x, y, color in sorted(ends, key=lambda end: end[2]):
+        place = max(min(y, high), place + (high - low) / 18)
+        style = {"color": color, "va": "center", "fontsize": 9}
+        axis.annotate(name, (x, y), (1.02, place), textcoords=("axes fraction", "data"), **style)
 
 
 # Words in the names of what evaluate.py measures -> unit.

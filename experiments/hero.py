@@ -32,7 +32,8 @@ def EVALUATE(b):
 
 TABLES = [
     ("Loss of Python source", "last-quarter", ["L", "2L", "4L"]),
-    ("Passkeys found by place", DEPTHS, ["L", "2L", "4L"]),
+    ("Passkeys found, mean over the places", "needle", ["L", "2L", "4L"]),
+    ("Passkeys found by place", DEPTHS, ["4L"]),
 ]
 CLAIMS = """
 last-quarter: window@4L < yarn@4L

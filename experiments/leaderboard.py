@@ -1,10 +1,11 @@
 """Every position scheme, trained alike at a short length and evaluated at up to 32 times that.
 
 All runs train with AdamW, on the same batches. Losses are in nats per token of held-out text: the
-mean over the seeds and its 95 % interval. Arms are ranked by the mean of the four columns of the
+mean over the seeds and its 95 % interval. Rows are sorted by the mean of the four columns of the
 first table. `refused`: the scheme has no embedding for these positions.
 """
 
+from experiments.board import plot_tables
 from model import POSITIONS
 
 TITLE = "The position leaderboard"
@@ -53,8 +54,17 @@ def EVALUATE(b):
 
 TABLES = [
     ("Loss in the last quarter of the sequence", "last-quarter", ["L", "4L", "8L", "32L"]),
-    ("Loss over whole sequences", "chunked", ["L", "L+20", "2L", "4L", "8L", "32L"]),
+    ("Loss over whole sequences", "chunked", ["L", "L+20", "2L"]),
 ]
+SHOWN = {"rope": "RoPE", "nope": "no positions", "t5": "T5", "shaw": "Shaw", "alibi": "ALiBi"}
+SHOWN |= {"xl": "Transformer-XL"}
+
+
+def plot(board, file):
+    title = "Beyond the training length RoPE, T5 and no positions break; ALiBi and Shaw do not"
+    plot_tables(TABLES[:1], board, file, title, SHOWN)
+
+
 CLAIMS = """
 # Extrapolation to 2, 4 and 8 times the training length
 chunked: alibi@8L < alibi@L + ln 1.1

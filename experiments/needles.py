@@ -2,18 +2,22 @@
 
 Models are trained on passkey documents of up to L tokens, extended 4 times by extend.py, and asked
 for passkeys in up to 4L tokens, at 5 depths from the start (0) to the end (1). The control has no
-passkey in its prompt; a guess finds 0.001. All arms and seeds get the same prompts. Only drope is
-trained further, as it has to be: for a fifth of the steps, at L.
+passkey in its prompt; a guess finds 0.001. All models and seeds get the same prompts. Only drope is
+trained further, as it has to be: for a fifth of the steps, at L. window is the RoPE model, cut to
+a window of L.
 
-Trap: the mean over the depths hides that a window finds the passkeys at the end alone.
+Trap: the mean over the depths hides that a window finds only the passkeys near the end.
 `evaluate.py --task=needle --plot=FILE.png` draws the heatmap of a run.
 """
 
 from pathlib import Path
+from statistics import fmean
 
 from data.prepare import prepare_tasks
+from experiments.board import count_tokens
 from experiments.leaderboard import FLAGS  # noqa: F401
 from experiments.reproduce import extend
+from nanolong.evaluation import figures
 
 TITLE = "Passkeys by length and depth"
 # trials: prompts for each length and depth
@@ -65,13 +69,57 @@ def derive(board):
             yield arm, seed, "end - start", 4 * board.b.L, found - start[seed]
 
 
-DEPTHS = ["needle 0", "needle 0.25", "needle 0.5", "needle 0.75", "needle 1", "needle control"]
+DEPTHS = ["needle 0", "needle 0.25", "needle 0.5", "needle 0.75", "needle 1"]
 TABLES = [
     ("Found, mean over the depths", "needle", ["L", "2L", "3L", "4L"]),
     ("Found by depth", DEPTHS, ["4L"]),
 ]
+FINDING = "A window finds only the end, Self-Extend nearly every passkey"
+PLACES = {"0": "start", "0.25": "", "0.5": "middle", "0.75": "", "1": "end"}
+SHOWN = {"none": "RoPE, unchanged", "yarn": "YaRN", "self-extend": "Self-Extend"}
+SHOWN |= {"window": "cut to a window", "jet-long": "Jet-Long", "drope": "DroPE"}
+SHOWN |= {"nope": "no positions", "alibi": "ALiBi"}
+
+
+def plot(board, file):
+    """Draw a heatmap for each of eight models: places in the text by its length."""
+    pyplot = figures.import_pyplot(file)
+    shown = [arm for arm in SHOWN if board.runs_of(arm, "needle 0", "4L")]
+    if pyplot is None or not shown:
+        return
+    figure, axes = pyplot.subplots(2, 4, figsize=(9, 5.4), layout="constrained")
+    lengths = ["L", "2L", "3L", "4L"]
+    labels = [f"{count_tokens(n, board.b)}" for n in lengths]
+    for axis, arm in zip(axes.flat, shown, strict=False):
+        cells = [[fmean(board.runs_of(arm, f"needle {x}", n)) for n in lengths] for x in PLACES]
+        draw_found(axis, cells, labels, axis in axes[:, 0])
+        axis.set_title(SHOWN[arm])
+    figure.supylabel("passkeys found, %, by place in the text")
+    figure.supxlabel("length of the text, bytes")
+    if board.b.budget == "cpu":
+        figure.suptitle(FINDING, fontsize=13, fontweight="bold")
+    figures.save(figure, file)
+    pyplot.close(figure)
+
+
+def draw_found(axis, cells, lengths, has_places):
+    """Draw fractions as a heatmap with numbers: a row for each place, a column for each length."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    found = LinearSegmentedColormap.from_list("found", ["#f6cfc5", "#a9cf9f", "#17714f"])
+    axis.imshow(cells, cmap=found, vmin=0, vmax=1, aspect="auto")
+    for i, row in enumerate(cells):
+        for j, value in enumerate(row):
+            ink = "white" if value > 0.7 else "#22262b"
+            axis.text(j, i, f"{100 * value:.0f}", ha="center", va="center", color=ink)
+    axis.set_xticks(range(len(lengths)), lengths)
+    axis.set_yticks(range(len(cells)), PLACES.values() if has_places else [""] * len(cells))
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+
+
 CLAIMS = """
-# Passkeys found, zero-shot
+# Passkeys found without fine-tuning
 needle: ntk@4L > none@4L
 needle: ntk-parts@4L > ntk@4L
 needle: yarn@4L > ntk-parts@4L

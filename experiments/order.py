@@ -3,13 +3,14 @@
 The models of needles.py, trained on other documents: a key has three values, and the question asks
 for the first, second or third of them (nth), or for the last (last): only the order answers that.
 A guess among the three values is right in 0.33 and costs 1.10 nats. Prompts have up to 4L tokens,
-and are the same for all arms and seeds.
+and are the same for all models and seeds.
 """
 
-from experiments.needles import ARMS, FLAGS, write_documents  # noqa: F401
+from experiments.board import plot_tables
+from experiments.needles import ARMS, FLAGS, NAMES, SHOWN, write_documents  # noqa: F401
 
 TITLE = "The order of values by length"
-# three times the steps of needles.py, after which RoPE has learned `last` alone
+# three times the steps of needles.py, after which RoPE has learned only `last`
 BUDGETS = {
     "cpu": "L=96 layers=4 heads=4 width=96 batch=42 steps=1500 warmup=50 rate=3e-3 trials=64",
     "try": "L=64 layers=2 heads=2 width=32 batch=5 steps=6 warmup=1 rate=3e-3 trials=4",
@@ -26,10 +27,17 @@ def EVALUATE(b):
 
 
 TABLES = [
-    (f"{what}: {measure}", f"{kind} {measure}", ["L", "2L", "4L"])
-    for kind, what in (("nth", "The n-th value"), ("last", "The last value"))
-    for measure in ("accuracy", "nats")
+    ("The n-th value: fraction right", "nth accuracy", ["L", "2L", "4L"]),
+    ("The last value: fraction right", "last accuracy", ["L", "2L", "4L"]),
 ]
+
+
+def plot(board, file):
+    title = "No method keeps the order of values at four times the training length"
+    shown = {name: SHOWN[name] for name in SHOWN if name in NAMES}
+    plot_tables(TABLES, board, file, title, shown)
+
+
 CLAIMS = """
 # At the training length: more than a guess among the values
 nth accuracy: none@L > 0.333

@@ -2,7 +2,7 @@
 
     make smollm2                                        downloads SmolLM2-135M-Instruct, 94 MB
     python experiments/public.py FILE.gguf a            parts: a, b, c, or several
-    python experiments/public.py report                 writes public.md and public.png
+    python experiments/public.py report                 writes public.md
 
 (a) Use: the loss of the same tokens, the last of a document, in contexts of each length, by where a
 token and the two before it stood last (--protocol=repeats of evaluate.py), without training.

@@ -18,14 +18,16 @@ Does SmolLM2-135M-Instruct, trained for {original:,} tokens, use {longest:,} tok
 (a), does it find something in a longer context (b), and after how many tokens of fine-tuning (c)?
 
 The same tokens, the last {n_targets:,} of each document, are scored in contexts of {lengths}
-tokens. A **gain** is the loss in a shorter context less the loss in a longer one, in nats per
-token. Tokens are told apart by where they and the two tokens before them stood last: **near**,
-also visible in the shorter context; **far**, in the longer one alone; **new**, nowhere. **Pair
-far** are tokens whose two preceding tokens stood only far, whatever followed there. A model that
-uses distant text gains on far repeats; few tokens are, so that the mean loss hides it. Intervals
-are of 95 %, over documents (Student's t), with differences taken document by document; of fewer
-than five documents there are none. LM-Infinite sees the last {original:,} tokens and the first
-ten: an arm whose loss is not below it might forget as well.
+tokens. A **gain** is the loss in a shorter context minus the loss in a longer one, in nats per
+token. Tokens are told apart by the previous occurrence of the phrase of three tokens that ends with
+them: **near**, also visible in the shorter context; **far** (a distant repeat), visible only in the
+longer one; **new**, nowhere. **Pair far**: the two tokens before stood only far, whatever followed
+there. A model that uses distant text gains on distant repeats, which are few, so the mean loss
+hides it. Intervals are 95 % over documents (Student's t), and differences are taken document by
+document; fewer than five documents have none. LM-Infinite sees the last {original:,} tokens and the
+first ten: a method whose loss is not lower may forget as well. Documents are modules of Python's
+standard library and English prose that Python brings. The checkpoint may have seen them in
+training: compare methods, not texts.
 """
 
 
@@ -61,24 +63,19 @@ class Cells:
         """Return the interval of the loss of all targets."""
         return intervals.ratio_interval(*columns(self.sums(arm, length, ["all"]).values()))
 
-    def difference(self, one, other, buckets, kind=""):
+    def difference(self, one, other, buckets):
         """Return the interval of a difference in loss, paired by document.
 
-        one, other: (arm, length). kind: only documents of code, or of prose.
+        one, other: (arm, length).
         """
         one, other = (self.sums(*place, buckets) for place in (one, other))
-        both = [d for d in one if d in other and kind in ("", self.kind_of(d))]
-        rows = [(one[d][0] - other[d][0], one[d][1]) for d in both]
+        rows = [(one[d][0] - other[d][0], one[d][1]) for d in one if d in other]
         return intervals.ratio_interval(*columns(rows))
 
-    def kind_of(self, document):
-        texts = {key.document: cell["text"] for key, cell in self.cells.items()}
-        return "prose" if " from token " in texts[document] else "code"
-
-    def gain(self, arm, short, long, group, kind=""):
+    def gain(self, arm, short, long, group):
         """Return the interval of what a longer context gains on a group of targets."""
         buckets = self.buckets(short, long, group)
-        return self.difference((arm, short), (arm, long), buckets, kind)
+        return self.difference((arm, short), (arm, long), buckets)
 
     def buckets(self, short, long, group):
         """Return the buckets of public.py that make up a group for two context lengths."""
@@ -111,7 +108,7 @@ def label_of(arm):
     name, seed = arm
     method, _, tokens = name.partition("+")
     if not tokens:
-        return method
+        return {"untouched": "original model"}.get(method, method)
     return f"{method} + {n_tokens(arm) // 1024} k tokens" + f" (seed {seed})" * (seed > 1)
 
 
@@ -137,42 +134,26 @@ def gain_table(cells, short, long):
     rows = []
     for arm in cells.arms:
         found = [cells.gain(arm, short, long, group) for group in GROUPS]
-        found += [cells.gain(arm, short, long, "far", kind) for kind in ("code", "prose")]
         if found[0]["n"]:
             rows.append([label_of(arm), *(format_found(x, "+") for x in found), found[0]["n"]])
     counts = [cells.n_targets(cells.buckets(short, long, group)) for group in GROUPS]
     names = [f"{group} ({n:,})" for group, n in zip(GROUPS, counts, strict=True)]
-    return Table("", ["", *names, "far, code", "far, prose", "documents"], rows)
-
-
-def against_window(cells):
-    """Compare the arms with LM-Infinite in the longest context: group -> {arm: interval}."""
-    longest = cells.lengths[-1]
-    window = (WINDOW, 0)
-    found = {}
-    for group, short in (("all", 0), *(("far", n) for n in cells.lengths[:-1])):
-        buckets = cells.buckets(short, longest, group)
-        name = group if group == "all" else f"more than {short:,} back"
-        found[name] = {
-            arm: cells.difference((arm, longest), (window, longest), buckets)
-            for arm in cells.arms
-            if arm != window
-        }
-    return found
+    return Table("", ["", *names, "documents"], rows)
 
 
 def window_table(cells):
-    found = against_window(cells)
-    rows = [
-        [
-            label_of(arm),
-            *(format_found(column[arm], "+") for column in found.values()),
-            found["all"][arm]["n"],
-        ]
-        for arm in cells.arms
-        if arm[0] != WINDOW and found["all"][arm]["n"]
-    ]
-    return Table("", ["", *found, "documents"], rows)
+    """Compare the methods with LM-Infinite in the longest context."""
+    *shorter, longest = cells.lengths
+    columns = {"all": ["all"]}
+    for n in shorter:
+        columns[f"repeats from over {n:,} tokens back"] = cells.buckets(n, longest, "far")
+    rows = []
+    for arm in cells.arms:
+        places = (arm, longest), ((WINDOW, 0), longest)
+        found = [cells.difference(*places, buckets) for buckets in columns.values()]
+        if arm[0] != WINDOW and found[0]["n"]:
+            rows.append([label_of(arm), *(format_found(x, "+") for x in found), found[0]["n"]])
+    return Table("", ["", *columns, "documents"], rows)
 
 
 def prompt_table(cells):
@@ -187,9 +168,17 @@ def prompt_table(cells):
         gain = intervals.mean_interval([x["nats without"] - x["nats"] for x in found])
         interval = intervals.format_interval(intervals.fraction_interval(right), 2)
         counts = f"{sum(right)} of {len(right)}", f"{sum(guessed)} of {len(guessed)}"
-        row = [f"{task}, {length:,}", arm, counts[0], interval, counts[1]]
+        row = [f"{task}, {length:,}", label_of((arm, 0)), counts[0], interval, counts[1]]
         rows.append([*row, *(intervals.format_interval(x, 1) for x in (nats, gain))])
-    header = ["task, tokens", "arm", "right", "fraction", "right without needles", "nats", "gain"]
+    header = [
+        "task, tokens",
+        "method",
+        "right",
+        "fraction",
+        "right without needles",
+        "nats",
+        "gain",
+    ]
     return Table("", header, rows)
 
 
@@ -204,8 +193,8 @@ def tokens_table(cells):
         if arm[0] == "abf" or "+" in arm[0]:
             n = len(cells.sums(arm, longest, ["all"]))
             rows.append([label_of(arm), *(format_found(x, "+") for x in found), n])
-    names = [f"less {name}, {length:,}" for name, length in places]
-    return Table("", ["loss", *names, "documents"], rows)
+    names = [f"from {label_of((name, 0))}, {length:,}" for name, length in places]
+    return Table("", ["difference in loss", *names, "documents"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -225,10 +214,10 @@ def write(cfg, found, file):
         lengths=", ".join(f"{n:,}" for n in cells.lengths),
     )
     tables = {"Loss of all targets, by context": loss_table(cells)}
-    for short, long in itertools.combinations(cells.lengths, 2):
+    for short, long in itertools.pairwise(cells.lengths):
         heading = f"What {long:,} tokens gain over {short:,}, with the numbers of targets"
         tables[heading] = gain_table(cells, short, long)
-    tables[f"Loss less the loss of LM-Infinite, in {longest:,} tokens"] = window_table(cells)
+    tables[f"Difference in loss from LM-Infinite, in {longest:,} tokens"] = window_table(cells)
     if cells.prompts:
         tables["(b) Does it find?"] = prompt_table(cells)
     tables["(c) After how many tokens of fine-tuning?"] = tokens_table(cells)

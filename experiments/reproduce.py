@@ -1,21 +1,22 @@
-"""What does each method of context extension buy, without training and after a few steps of it?
+"""What does each method of context extension buy, without fine-tuning and after a few steps of it?
 
-A RoPE model is extended from L to 4L by every method of extend.py and fine-tuned there (drope,
-yarn-pose: at L) on as many tokens a step. It is compared with a model, native, that is trained at
-4L for all these steps together. Losses are in nats per token in the last quarter of a sequence:
+A RoPE model is extended from L to 4L by every method of extend.py and fine-tuned there (drope and
+yarn-pose: at L). Each step has as many tokens as in training. A model, native, is trained at 4L for
+all these steps together. Losses are in nats per token in the last quarter of a sequence:
 
-    gap closed = (none+0 - arm) / (none+0 - native)
+    gap closed = (none+0 - method) / (none+0 - native)
 
-0 is as bad as the model without a method, 1 as good as the native one. Arms are called METHOD+STEPS
-of fine-tuning; each number of steps is a run of its own, with extend.py's schedule for it.
-learned-pi has interpolated embeddings, gate-yarn is trained with an output gate for each head, and
-mrrope-pro and mrrope-uni are YaRN with MrRoPE's ramps. Names that end in -16 are extended 16 times.
+0 is as bad as the original model, 1 as good as native. METHOD+STEPS is a method after some steps of
+fine-tuning; each number of steps is a run of its own, with extend.py's schedule for it. window is
+the original model cut to a window of L. learned-pi has interpolated embeddings, gate-yarn is
+trained with an output gate for each head, and mrrope-pro and mrrope-uni are YaRN with MrRoPE's
+ramps. Names that end in -16 are extended 16 times.
 
 Trap: a low loss does not say that distant text is read. A window closes the whole gap here, and
 needles.py shows that it finds nothing beyond it.
 """
 
-from experiments.board import plot_tables
+from experiments.board import count_tokens, plot_tables
 from experiments.leaderboard import FLAGS  # noqa: F401  so that both use the same runs
 from nanolong.evaluation.tables import Table
 from rope_scaling import ATTENTION, METHODS
@@ -47,6 +48,8 @@ NAMES = [*(name for name in METHODS if name != "longrope"), *VARIANTS]
 ZERO_SHOT = ("ntk-frozen", "window", *ATTENTION, *MRROPE, *TIMES_16)  # not fine-tuned
 
 
+TRAINED = ("native", "gate")
+OTHERS = ("learned-pi", "gate-yarn")
 GATE = "--pos=rope --output_gate=head"
 
 
@@ -90,25 +93,40 @@ def derive(board):
 
 
 def notes(board):
-    """Return the table of the gap closed, a column for each number of steps."""
-    rows = []
-    for name in NAMES:
-        cells = [board.cell(f"{name}+{steps}", "gap closed", "4L") for steps in board.b.tuning]
-        if set(cells) != {"–"}:
-            rows.append([name, *cells])
-    header = ["", *(f"{steps} steps" for steps in board.b.tuning)]
-    return ["## Gap closed at 4L", "", Table("", header, rows).markdown()]
+    """Return the tables of the loss and of the gap closed, the lowest loss at 4L first."""
+
+    def cells(name, measure, columns):
+        arms = [name if name in TRAINED and n == 0 else f"{name}+{n}" for _, n in columns]
+        return [board.cell(arm, measure, x) for arm, (x, _) in zip(arms, columns, strict=True)]
+
+    means = {x: board.points(f"{x}+0", "last-quarter", ["4L"]) for x in (*NAMES, *OTHERS)}
+    means |= {x: board.points(x, "last-quarter", ["4L"]) for x in TRAINED}
+    names = sorted(filter(means.get, means), key=lambda name: means[name][0][1])
+    lines = []
+    losses = [(length, n) for length in ("L", "4L", "8L") for n in (0, board.b.tuning[-1])]
+    gaps = [("4L", n) for n in board.b.tuning]
+    loss = "Loss, without fine-tuning and after it", "last-quarter", losses
+    for heading, measure, columns in (loss, ("Gap closed", "gap closed", gaps)):
+        header = [f"{count_tokens(length, board.b)}, {n} steps" for length, n in columns]
+        rows = [[name, *cells(name, measure, columns)] for name in names]
+        rows = [row for row in rows if {*row[1:]} != {"–"}]
+        lines += [f"## {heading}", "", Table("", ["", *header], rows).markdown(), ""]
+    return lines[:-1]
 
 
 def plot(board, file):
     """Plot the loss by length of what is not fine-tuned; all arms would be too many curves."""
     board.arms = ["native", *(f"{name}+0" for name in NAMES)]
-    plot_tables([("Without fine-tuning", *TABLES[0][1:])], board, file)
+    table = "", "last-quarter", ["L", "2L", "4L"]
+    title = "Without fine-tuning Self-Extend keeps the loss low, YaRN less, and PI does not"
+    plot_tables([table], board, file, title, SHOWN)
 
 
-TABLES = [("Loss by context length", "last-quarter", ["L", "2L", "4L", "8L", "16L"])]
+TABLES = []  # notes() has them
+SHOWN = {"none+0": "RoPE, unchanged", "yarn+0": "YaRN", "self-extend+0": "Self-Extend"}
+SHOWN |= {"window+0": "cut to a window", "native": "trained at 4 times the length", "pi+0": "PI"}
 CLAIMS = """
-# Zero-shot at the target
+# Without fine-tuning, at the target
 last-quarter: yarn+0@4L < ntk+0@4L
 last-quarter: ntk-parts+0@4L < ntk+0@4L
 last-quarter: ntk+0@4L < none+0@4L
@@ -139,7 +157,7 @@ last-quarter: yarn+80@4L < self-extend+0@4L
 last-quarter: yarn+0@4L < self-extend+0@4L
 last-quarter: ntk-lceg+80@8L < ntk+80@8L
 last-quarter: ntk-lceg+80@8L < yarn+80@8L
-# Jet-Long (2607.07740): plain RoPE within the original length, and better than others beyond it
+# Jet-Long (2607.07740): the original model within its length, and better than others beyond it
 last-quarter: jet-long+0@L < none+0@L + 0.000000001
 last-quarter: jet-long+0@4L < yarn+0@4L
 last-quarter: jet-long+0@4L < dynamic-ntk+0@4L

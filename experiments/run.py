@@ -22,6 +22,7 @@ Names in capitals may be functions of the budget b, whose numbers are attributes
     derive(board)   rows (arm, seed, measure, length, number) that follow from others
     MEASURES        name -> unit of what measure() and derive() return, or the names alone
     make_data(b)    writes datasets below b.data from b.dataset: for arms, --dataset={b.data}/NAME
+    FINDING         a sentence, the title of the figure, but for budgets try and gpu
     notes(board)    more lines of the report
     plot(board, file)   a figure in place of one panel for each table
 
@@ -90,7 +91,7 @@ MEASURING_CODE = ("experiments/tasks.py",)  # which others train with
 
 # What an experiment's file may state.
 DEFAULTS = {"TITLE": "", "ABOUT": "", "FLAGS": "", "ARMS": {}, "EVALUATE": {}, "TABLES": None}
-DEFAULTS |= {"CLAIMS": "", "MEASURES": (), "BUDGETS": {"default": ""}}
+DEFAULTS |= {"CLAIMS": "", "FINDING": "", "MEASURES": (), "BUDGETS": {"default": ""}}
 DEFAULTS |= dict.fromkeys(("measure", "derive", "make_data", "notes", "plot"))
 
 
@@ -573,13 +574,11 @@ def main(argv=None):
         write_json(file, {**saved, "claims": [x for x in claims if x.startswith("- ")]})
     text = "\n".join(format_report(experiment, board)) + "\n"
     file.with_suffix(".md").write_text(text, encoding="utf-8")
-    # a terminal shows no figure, and its last lines are the verdicts
-    shown = text.partition("\n## Flags and commands")[0]
-    print("\n" + re.sub(r"^!.*\n\n?", "", shown, flags=re.M))
+    print("\n" + re.sub(r"^!.*\n\n?", "", text, flags=re.M))  # a terminal shows no figure
     if experiment.plot:
         experiment.plot(board, file.with_suffix(".png"))
     else:
-        plot_tables(experiment.tables, board, file.with_suffix(".png"))
+        plot_tables(experiment.tables, board, file.with_suffix(".png"), experiment.finding)
     return 1 if board.failed else 0
 
 

@@ -4,10 +4,11 @@ All runs take the same number of steps, and of tokens a step, and start at L tok
 at 16L. three-lengths: 4L from 90 % of the steps and 16L from 95 %, with one optimizer and schedule;
 one-jump: 16L from 90 %, so as many steps beyond L. late-three-lengths and one-late-jump: from 95 %
 (16L from 97.5 %) with half as many. Losses are in nats per token in the last quarter of a sequence;
-seconds are of the processor, for all commands of an arm.
+seconds are of the processor, for all commands of a row.
 """
 
 TITLE = "When to extend"
+FINDING = "One jump does as well as three lengths; half as many long steps cost more"
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=64 tokens=2048 steps=400 warmup=50 scored=32768",
     "try": "L=16 layers=1 heads=2 width=16 tokens=512 steps=40 warmup=10 scored=1024",

@@ -121,7 +121,7 @@ def compilation_pays(model, n_steps, n_tokens, length, device):
     n_tokens: tokens of a step, in sequences of this length. By steps and sizes, and no clock, so
     that a resumed run decides alike. On two cores, compiling took 4 to 8 s a layer; a step then
     saved 4 ms a layer, and 2 ms for each 1e9 floating-point operations of a layer
-    (experiments/results/cpu/train.md).
+    (experiments/results/maintainers/cpu_train.md).
     """
     flops = n_tokens * flops_per_token(model, length) / len(model.blocks)
     return device.type != "cpu" or n_steps * (0.004 + 2e-12 * flops) >= 8

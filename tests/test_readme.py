@@ -22,7 +22,7 @@ from rope_scaling import METHODS, OPTIONS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-RESULTS = ("README.md", "results/README.md", "results/negative.md")
+RESULTS = ("README.md", "results/README.md", "results/claims.md")
 RESULTS = [ROOT / "experiments" / name for name in RESULTS]
 FOLDERS = ("config", "data", "docs", "examples", "experiments", "kernels", "nanolong")
 FOLDERS += ("examples/schemes",)

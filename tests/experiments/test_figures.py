@@ -7,15 +7,17 @@ pytest.importorskip("matplotlib")
 from experiments import figures
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FLAT = ["xl", "fox-rope", "rope-window", "kerple-power", "fox", "kerple", "sandwich", "alibi"]
 mean = figures.mean
 
 
-@pytest.mark.parametrize("name", ["hero", "schemes", "smollm2"])
+@pytest.mark.parametrize("name", ["hero", "smollm2", "probes"])
 def test_a_figure_is_drawn_from_the_results(name, tmp_path):
     figure = getattr(figures, f"draw_{name}")()
     figure.savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
-    assert f"experiments/results/{name}.png" in README
+    assert f"]({name}.png)" in (figures.RESULTS / "README.md").read_text(encoding="utf-8")
+    assert name == "probes" or f"experiments/results/{name}.png" in README
 
 
 def gap_closed(arm):
@@ -27,7 +29,7 @@ def gap_closed(arm):
 
 def test_the_numbers_of_the_findings_are_those_of_the_results():
     board, hero = figures.load("leaderboard.json"), figures.load("hero.json")
-    ends = [[mean(board[a, "last-quarter", n]) for n in (64, 2048)] for a in figures.FLAT]
+    ends = [[mean(board[a, "last-quarter", n]) for n in (64, 2048)] for a in FLAT]
     found = {
         arm: 100 * mean([mean(hero[arm, f"needle {place}", 384]) for place in figures.PLACES])
         for arm in ("window", "self-extend")

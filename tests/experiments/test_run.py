@@ -105,13 +105,14 @@ def test_an_experiment_trains_extends_evaluates_and_says_which_arm_failed(
     assert json.loads(record.read_text())[0]["loss"] == losses["rope", 16]
     assert run_mine(MINE, "--arms=wrong").returncode == 1  # a report without any number
     report = (tmp_path / "out/experiments/mine.md").read_text()
-    assert "- wrong, seed 1:" in report and "--n_embd=16" in report
+    assert "- wrong, seed 1:" in report and "[mine.json](mine.json)" in report
     assert run_mine(MINE).returncode == 1
     report = (tmp_path / "out/experiments/mine.md").read_text()
     assert "| wrong | failed: seed 1:" in report and "(a single seed has no interval)" in report
     weights = json.loads((folder / "meta.json").read_text())["checksums"]["model.safetensors"]
     assert ["rope", 1, weights] in saved["weights"]
-    assert f"`train --pos=rope` in {folder.parent.relative_to(tmp_path)}" in report
+    assert "--n_embd=16" in saved["flags"] and saved["arms"]["rope"] == ["train --pos=rope"]
+    assert saved["folders"]["rope"] == [str(folder.parent.relative_to(tmp_path))]
 
 
 def test_arms_of_other_tokens_are_not_judged(run_mine, tmp_path, character_data):
@@ -347,13 +348,12 @@ def test_a_figure_marks_the_training_length_and_shows_curves_that_coincide(tmp_p
     rows = [[arm, 1, "last-quarter", n, 1.25] for arm in ("rope", "alibi") for n in lengths]
     rows += [["nope", 1, "last-quarter", n, n / 64] for n in lengths]
     measured = make_board("leaderboard", rows)
-    measured.unequal = ["unequal steps: 1 (a); 2 (b)"]
     table = ("Loss", "last-quarter", ["L", "4L", "8L", "32L"])
     board.plot_tables([table], measured, tmp_path / "a.png")
     (axis,) = shown[0].axes
-    assert axis.get_ylabel() == "loss (last-quarter), nats per token"
-    assert axis.get_xlabel() == "context length, tokens"
-    assert "unequal steps: 1 (a); 2 (b)" in shown[0].get_supxlabel()
+    assert axis.get_ylabel() == "loss (last-quarter), nats per byte"
+    assert axis.get_xlabel() == "length of the text, bytes"
+    assert {text.get_text() for text in axis.texts} == {"rope", "alibi", "nope"}
     curves = [container[0] for container in axis.containers]
     assert sorted(curve.get_ydata()[-1] for curve in curves) == [1.25, 1.25, 32.0]
     (marked,) = [line for line in axis.lines if line.get_label() == "training length"]
