@@ -54,12 +54,12 @@ from nanolong.strict_json import write_json
 
 @dataclass
 class BenchConfig:
-    # in tokens: of attention, schemes and length; of the prompts of sample; default: by the device
+    # in tokens, for attention, schemes, length and the prompts of sample (default: by the device)
     lengths: tuple[int, ...] = ()
     nanogpt: str = ""  # train, programs, profile: a checkout of nanoGPT; without it only ours
     rounds: int = 5  # turns of each implementation
     steps: int = 100  # timed steps of the smallest model; larger ones take fewer, at least 2
-    # of the models of train, programs, profile and sample, or the names of schemes; default: all
+    # names of the models of train, programs, profile and sample, or of schemes (default: all)
     shapes: tuple[str, ...] = ()
     compiled: bool | None = None  # train, programs, profile: by torch.compile; default: both
     dtypes: tuple[str, ...] = ()  # train, programs, profile: float32, on a GPU bfloat16
@@ -236,7 +236,7 @@ def time_program(root, settings):
     command = [sys.executable, "-u", "train.py", *flags]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     require(done.returncode == 0, (done.stderr.strip().splitlines() or ["it failed"])[-1])
-    times = re.findall(r"^iter \d+: .*?time ([\d.]+)ms", done.stdout, re.M)  # of nanoGPT
+    times = re.findall(r"^iter \d+: .*?time ([\d.]+)ms", done.stdout, re.M)  # nanoGPT's log
     if root == ROOT:
         rows = map(json.loads, (settings["out_dir"] / "log.jsonl").read_text().splitlines())
         speeds = np.array([row["tokens_per_second"] for row in rows if "loss" in row])

@@ -11,8 +11,8 @@ from nanolong.evaluation import figures, intervals
 from nanolong.evaluation.tables import Table
 
 ABOUT = (
-    "The mean over the seeds and its 95 % interval (Student's t); of fractions whose interval "
-    "would leave 0 to 1, the seeds' values. Losses are in nats per token; claims are judged on "
+    "The mean over the seeds and its 95 % interval (Student's t). Fractions whose interval "
+    "would leave 0 to 1 have the seeds' values. Losses are in nats per token; claims are judged on "
     "differences between runs of the same seed."
 )
 NO_SIZES = ("budget", "dataset", "data")  # what run.py adds to the numbers of a budget
@@ -21,7 +21,7 @@ RULE = (
     "includes the bound. smaller: right sign, bound not reached. contradicted: wrong sign."
 )
 
-# of figures
+# colours of figures
 RED, BLUE, GREEN, ORANGE, VIOLET = "#c8413b", "#2a6fb5", "#1d8a5f", "#d98a1f", "#6b4fa0"
 COLORS = ("#22262b", BLUE, GREEN, ORANGE, VIOLET, "#8a5a2b")
 UNCHANGED_ROPE = ("rope", "none", "none+0", "untouched")  # red in every figure
@@ -148,7 +148,7 @@ class Board:
 
         The values of derive() and measure() follow from all that evaluate.py measured.
         """
-        if measure == "seconds":  # of no tokens
+        if measure == "seconds":  # it has no tokens
             return True
         found = {}
         for arm in arms:
@@ -416,7 +416,7 @@ def plot_table(axis, table, board, names, shown):
         else:
             axis.errorbar(x, mean, half_width, capsize=2, elinewidth=1, **style)
         ends.append((text, x[-1], mean[-1], color))
-    axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # of the curves with a colour
+    axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # limits of the curves with a colour
     for name in names:
         points = board.points(name, measures[0], lengths)
         if name not in shown and points:
@@ -424,7 +424,7 @@ def plot_table(axis, table, board, names, shown):
             axis.plot(x, mean, color="lightgray", linewidth=1, zorder=0)
     ticks = sorted({count_tokens(length, board.b) for length in lengths})
     figures.mark_lengths(axis, [n for n in board.original_lengths if ticks[0] <= n <= ticks[-1]])
-    # of lengths next to each other the labels would overlap
+    # Labels of lengths next to each other would overlap.
     apart = (ticks[-1] / ticks[0]) ** 0.1
     is_free = [True, *(b > apart * a for a, b in pairwise(ticks))]
     labels = [f"{n:,}" if free else "" for n, free in zip(ticks, is_free, strict=True)]

@@ -57,9 +57,9 @@ from nanolong.strict_json import to_json
 # Arm -> method of extend.py and its options.
 METHODS = {x: (x, {}) for x in "none abf yarn lm-infinite self-extend jet-long pi ntk".split()}
 METHODS["MrRoPE"] = ("yarn", {"ramp": "progressive"})
-TUNED = ("yarn", "none", "abf")  # of (c)
-SEQUENCES_PER_STEP = 4  # of config/finetune_public.toml
-SEEDS = (1, 2)  # of fine-tuning on the fewest tokens; on more only the first
+TUNED = ("yarn", "none", "abf")  # methods of (c)
+SEQUENCES_PER_STEP = 4  # as in config/finetune_public.toml
+SEEDS = (1, 2)  # seeds of fine-tuning on the fewest tokens (on more tokens only the first seed)
 
 Task = Literal["niah", "multikey", "nth", "last"]
 
@@ -92,7 +92,7 @@ class Key(NamedTuple):
 
     task: str  # repeats, or a task of (b)
     arm: str  # "yarn", or fine-tuned "yarn+65536"
-    seed: int  # of fine-tuning
+    seed: int  # seed of fine-tuning
     length: int  # tokens of context
     document: int  # or prompt
 
@@ -353,7 +353,7 @@ def measure(cfg, path, parts):
         "checkpoint": checkpoints.hash,
     }
     options = cfg, checkpoints.original_length, len(documents), cells
-    # of cores, which others may share
+    # Processor time, because other programs may share the cores.
     clock = time.process_time if checkpoints.device.type == "cpu" else time.time
 
     def add(part, key, start, values, **more):

@@ -302,8 +302,8 @@ class Arm:
     dataset: str
     device: torch.device
     folder: Path | None = None  # the run folder of the last command
-    runs: dict = field(default_factory=dict)  # of the arms before it: name -> run folder
-    seconds: float = 0.0  # of the processor, for the commands
+    runs: dict = field(default_factory=dict)  # runs of the arms before it: name -> run folder
+    seconds: float = 0.0  # processor seconds of the commands
     key: list = field(default_factory=list)  # what the run folder depends on
     entries: list = field(default_factory=list)  # --entry flags, for commands on the run folder
 
@@ -336,7 +336,7 @@ class Runs:
         self.folders = {}  # seed -> arm -> run folder
         self.metas = {}  # arm -> meta of a run of it, the first
         self.weights = []  # [arm, seed, SHA-256 of the weights]
-        self.commits = []  # of what is used, measured now or before
+        self.commits = []  # commits of what is used, measured now or before
         CACHE.mkdir(parents=True, exist_ok=True)
 
     def cached(self, name, key, function, *args):

@@ -41,7 +41,7 @@ class SearchConfig:
     population: int = 16  # tables in a generation, at least 4
     rounds: int = 10  # generations
     trials: int = 32  # prompts that judge a table, a quarter at each of four depths
-    seed: int = 1  # of the evolution and the prompts
+    seed: int = 1  # seed of the evolution and the prompts
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
 

@@ -2,7 +2,7 @@
 
 A sample is `<bos> x <sep> y <eos>`. Exact match is the fraction of samples whose y and `<eos>` are
 all right (after Kazemnejad et al. 2023); then a mean over the lengths in training, 1 to 20, or
-beyond, 21 to 40; of addition-8, scratchpad and carries 1 to 8 and 9 to 16. A guess scores 0.25 in
+beyond, 21 to 40 (addition-8, scratchpad and carries: 1 to 8, and 9 to 16). A guess scores 0.25 in
 majority, else next to nothing.
 Training samples are a function of (task, seed, step). Test samples are the same for all runs, and
 so few of the shortest that training has seen them.

@@ -832,7 +832,7 @@ def find_first(x, start):
 def find_segments(some, whole, clipped, of_keys):
     """The segments of each row of tiles, from the three masks: (1 or B, rows, 10).
 
-    All visible tiles are in [lo, hi), except for SINKS; of these, [left, right) are whole.
+    All visible tiles are in [lo, hi), except for SINKS, and those in [left, right) are whole.
     """
     n = some.shape[-1]
     zero = torch.zeros(some.shape[:-1], dtype=torch.int64, device=some.device)

@@ -44,7 +44,7 @@ def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
 
 
 def texts_of_file(path, are_many):
-    """Return the text of a file, or with are_many its lines; of JSON the texts of its rows."""
+    """Return the text of a file, or with are_many its lines. JSON: the texts of its rows."""
     try:
         reason = why_no_text(path)
         require(not reason, reason)

@@ -62,7 +62,7 @@ def name_of_text(name, folder):
 
 
 class TextFile(Text):
-    """A text file in the tokens of a model; of JSON its texts, with a separator between two.
+    """A text file in the tokens of a model. JSON: its texts, with a separator between two.
 
     Raises OSError or UserError if the file cannot be read or encoded.
     """
