@@ -8,7 +8,7 @@ seconds are of the processor, for all commands of a row.
 """
 
 TITLE = "When to extend"
-FINDING = "One jump does as well as three lengths; half as many long steps cost more"
+FINDING = "One jump is slightly better than three lengths; half as many long steps cost more"
 BUDGETS = {
     "cpu": "L=64 layers=4 heads=4 width=64 tokens=2048 steps=400 warmup=50 scored=32768",
     "try": "L=16 layers=1 heads=2 width=16 tokens=512 steps=40 warmup=10 scored=1024",
