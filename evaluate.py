@@ -54,8 +54,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from kernels import check
 from model import GPT, POSITIONS
 from nanolong import devices, entry
@@ -176,21 +174,15 @@ def name_arms(paths):
     return arms
 
 
-def load_models(paths, best, device, dtype=torch.float32):
-    """Load the runs of name_arms(): name -> GPT, with weights in dtype, None as stored."""
-    folders = {name: folder for arm in name_arms(paths).values() for name, folder in arm.items()}
-    return {name: GPT.load(folder, best, dtype).to(device) for name, folder in folders.items()}
-
-
-def open_models(cfg, paths):
-    """Load the runs of name_arms(), to compute: name -> GPT, their device, and the dtype of
-    matrix products.
-    """
+def open_models(cfg, folders):
+    """Load runs by name: name -> GPT, their device, and the dtype of matrix products."""
     device = devices.pick_device(cfg.device)
     entry.load_entries(cfg.entry, POSITIONS)
-    models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
+    weights = devices.weights_to_load(cfg.weights)
     dtype = devices.pick_dtype(cfg.dtype, device)
-    for model in models.values():
+    models = {}
+    for name, folder in folders.items():
+        model = models[name] = GPT.load(folder, cfg.best, weights).to(device)
         devices.set_weights_dtype(model, cfg.weights, dtype)
         check.choose_kernels(model, device, dtype)
     return models, device, dtype
@@ -235,10 +227,12 @@ def measure_logged(models, cfg, texts, dtype, file):
 def evaluate(cfg, given, paths):
     """Run the measurements. Returns the exit status."""
     check_settings(cfg)
+    arms = name_arms(paths)
+    folders = {name: folder for runs in arms.values() for name, folder in runs.items()}
     if cfg.curves:
-        return plot_training(cfg.curves, paths)
-    models, device, dtype = open_models(cfg, paths)
-    arms = {arm: list(runs) for arm, runs in name_arms(paths).items()}
+        check_writable(cfg.curves)
+        return 0 if figures.plot_curves(folders, cfg.curves) else 1
+    models, device, dtype = open_models(cfg, folders)
     comparison.check_runs(models, arms)
     choose_measurements(cfg, given, models)
     for file in filter(None, (cfg.plot, cfg.json, cfg.report)):
@@ -311,13 +305,6 @@ def plot_records(file, records, original_lengths, below, in_bits):
         note(f"{file} is not written: nothing that was measured can be plotted")
     if figure is not None:
         figures.save(figure, file)
-
-
-def plot_training(file, paths):
-    """Plot the logs of run folders. Returns the exit status, 1 without matplotlib."""
-    folders = {name: folder for arm in name_arms(paths).values() for name, folder in arm.items()}
-    check_writable(file)
-    return 0 if figures.plot_curves(folders, file) else 1
 
 
 def main(argv=None):

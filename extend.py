@@ -14,7 +14,6 @@ Defaults come from the run that is extended: its data, its optimizer, as many to
 # The order: load, extend, evaluate, train, evaluate. RoPE's methods are in rope_scaling.py.
 
 from nanolong import settings  # isort: skip (first: it refuses an old Python)
-
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -336,8 +335,9 @@ def report(model, cfg, column, cells):
                 row = f"{name}, {length:,} tokens, {part}"
                 cells[row, "original"] = before
                 cells[row, column] = after
-    title = "loss in nats per token, and its difference from the original model's"
-    print(tables.pivot(title, cells).text(), flush=True)
+    if cells:
+        title = "loss in nats per token, and its difference from the original model's"
+        print(tables.pivot(title, cells).text(), flush=True)
 
 
 def main(argv=None):
@@ -377,11 +377,11 @@ def main(argv=None):
             if has_text:
                 report(model, cfg, "extended", losses)
         # Train.
+        config = model.config
         if not cfg.max_iters:
             if rank == 0 and not cfg.resumes:
                 save_extended(model, cfg)
             return 0
-        config = model.config
         length = sequence_length(vars(cfg), config.original_length, config.block_size)
         if cfg.lora:
             alpha = cfg.lora_alpha or 2 * cfg.lora

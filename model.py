@@ -504,6 +504,17 @@ class GPT(nn.Module):
         if that is possible, because a window hides all tokens that lie farther away.
         """
         config = self.config
+        old = config.block_size, config.extension
+        config.block_size, config.extension = self.extend_config(method, factor, layers, options)
+        try:
+            self.extend_scheme(config.extension)
+        except UserError:
+            config.block_size, config.extension = old
+            raise
+
+    def extend_config(self, method, factor, layers, options):
+        """Return the context length in tokens and GPTConfig.extension after one more extension."""
+        config = self.config
         is_number = isinstance(factor, int | float) and 1 <= factor < math.inf
         require(is_number, f"factor={factor!r} does not extend the context: give at least 1")
         before = config.extension or {"method": "none", "factor": 1.0, "options": {}}
@@ -539,13 +550,7 @@ class GPT(nn.Module):
             factor == 1 or length > config.block_size,
             f"factor={factor} leaves the context length at {length} tokens: give a larger one",
         )
-        old = config.block_size, config.extension
-        config.block_size, config.extension = length, extension
-        try:
-            self.extend_scheme(extension)
-        except UserError:
-            config.block_size, config.extension = old
-            raise
+        return length, extension
 
     def check_second_method(self, method, before):
         """Raise UserError unless a method keeps the frequencies of the one before it."""

@@ -174,6 +174,7 @@ def simulated_text(seed):
     return tokens
 
 
+@pytest.mark.slow
 def test_intervals_over_the_places_of_one_text_cover(measured):
     """The number to be covered is the gain in 100 texts together: of 95 % intervals 90 to 98."""
     copied = np.linspace(0, 0.9, 50)  # not every token equally well

@@ -198,6 +198,7 @@ def test_bugs_keep_their_traceback_and_interrupts_are_silent(capfd, monkeypatch)
 
 def test_of_several_processes_the_first_prints_what_all_meet(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(errors.time, "sleep", lambda seconds: None)
     assert run_main(UserError("x"), capfd) == (2, "", "")
     assert run_main(LocalError("x"), capfd) == (2, "", "error: x\n")
     assert run_main(FileExistsError(errno.EEXIST, "there", "a"), capfd)[2].startswith("error: a ")

@@ -73,7 +73,7 @@ def over_seeds(records, arms):
     found = []
     for arm, runs in arms.items():
         if len(runs) == 1:
-            found += select(records, checkpoint=runs[0])
+            found += select(records, checkpoint=next(iter(runs)))
             continue
         cells = {}
         for record in records:
