@@ -23,16 +23,17 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import cases
+
 import data
 import evaluate
 from model import GPT, POSITIONS, GPTConfig
-from nanolong.entry import load_entries
-from nanolong.errors import UserError, run_main
+from nanolong.errors import run_main
 from nanolong.evaluation import comparison, scoring
 from nanolong.run import list_steps
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILT_IN = tuple(POSITIONS)  # without those of NANOLONG_ENTRY
+BUILT_IN = tuple(POSITIONS)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, and so do their children
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -53,7 +54,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """NANOLONG_ENTRY=FILE.py,... adds schemes to those that the tests over all schemes run on."""
+    config.addinivalue_line("markers", "cases: the rows of cases.py that a test runs on")
     config.addinivalue_line("markers", "slow: only with --all")
     config.addinivalue_line("markers", "exhaustive: only with --exhaustive")
     config.option.all |= config.option.exhaustive
@@ -63,10 +64,29 @@ def pytest_configure(config):
         import hypothesis.core
 
         hypothesis.core.global_force_seed = int(os.environ["NANOLONG_SEED"])
-    try:
-        load_entries(filter(None, os.environ.get("NANOLONG_ENTRY", "").split(",")), POSITIONS)
-    except UserError as error:
-        raise pytest.UsageError(f"NANOLONG_ENTRY: {error}") from None
+
+
+def pytest_generate_tests(metafunc):
+    """Give a test the rows of cases.py that its mark asks for.
+
+    @pytest.mark.cases(tags): the rows with all of these tags. also, slow: lists of tags of more
+    rows, of which the slow ones are for --all.
+    """
+    for mark in metafunc.definition.iter_markers("cases"):
+        rows = cases.select(*mark.args)
+        for name, marks in (("also", ()), ("slow", pytest.mark.slow)):
+            more = [case for tags in mark.kwargs.get(name, ()) for case in cases.select(tags)]
+            more = [case for case in more if case not in rows]
+            rows += [pytest.param(case, marks=marks) for case in more]
+        metafunc.parametrize("case", rows, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def schemes_of_files(request, monkeypatch):
+    """A test of cases.py has the schemes of its files in POSITIONS."""
+    if request.node.get_closest_marker("cases"):
+        for name in cases.OF_FILES:
+            monkeypatch.setitem(POSITIONS, name, cases.SCHEMES[name])
 
 
 def pytest_terminal_summary(terminalreporter):

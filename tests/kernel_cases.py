@@ -155,12 +155,3 @@ def random_inputs(T, cached, heads, D, m, bias, mask, dtype, layout, B=0, **_):
         return (q, k, v), bias_arguments(bias, rest)
 
     return [x.requires_grad_() for x in leaves], build, mask_options(mask, B, Tk)
-
-
-def rotate_by_complex_numbers(x, angle, factor):
-    """The rotary embedding by its formula: each pair (c, c + R/2) times factor e^(i angle)."""
-    half = angle.shape[-1]
-    angle = angle[:, None] if angle.dim() == 3 else angle
-    z = torch.complex(x[..., :half], x[..., half : 2 * half])
-    z = z * torch.polar(torch.full_like(angle, factor), angle)
-    return torch.cat((z.real, z.imag, x[..., 2 * half :]), -1)

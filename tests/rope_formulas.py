@@ -7,6 +7,9 @@ import math
 
 import torch
 
+# methods that give each query a distance of its own to a key
+BY_DISTANCE = ("lm-infinite", "self-extend", "jet-long")
+
 
 def frequencies(method, base, d, L, s, length=None, **options):
     """Inverse frequencies of the d / 2 pairs, and the factor of cos and sin.

@@ -103,6 +103,8 @@ def test_settings_that_the_scheme_does_not_use_are_noted_once(
     for number, (words, expected) in enumerate(cases.items()):
         run = [*shlex.split(words), f"--dataset={text_data}", f"--out_dir={tmp_path}/{number}"]
         for more, notes in (("--max_iters=0", expected), ("--init_from=resume", set())):
+            if more == "--init_from=resume" and not expected:
+                continue
             done = assert_success(call_anew("train.py", *TINY, *run, "--max_iters=1", more))
             found = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
             assert {line.removeprefix("note: ").split(":")[0] for line in found} == notes

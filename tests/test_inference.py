@@ -23,15 +23,6 @@ def generate(model, prompts, n, **options):
     return torch.cat(list(model.generate(prompts, n, **options)), 1)
 
 
-@pytest.mark.parametrize("pos", ["rope", "alibi", "learned", "sinusoidal"])
-def test_each_of_several_prompts_is_continued_as_if_alone(pos, make):
-    model = make(pos=pos, n_kv_head=2, block_size=90).double()
-    prompts = random_prompts(4, 12)
-    together = generate(model, prompts, 6, temperature=0)
-    for row, prompt in zip(together, prompts, strict=True):
-        assert torch.equal(row[None], generate(model, prompt[None], 6, temperature=0))
-
-
 def test_a_model_in_training_samples_without_dropout(make, monkeypatch):
     """And is in training again between two tokens, each module as it was, as after an error."""
     model = make(dropout=0.5)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 import data
 import train
-from model import POSITIONS
 from nanolong.errors import UserError
 from nanolong.evaluation import loss
 
@@ -131,54 +130,3 @@ def test_chunked_at_the_context_length_is_the_validation_loss_of_training(make, 
 
 # -----------------------------------------------------------------------------
 # What the model computes
-
-
-def losses_in_chunks(model, monkeypatch, chunk=16):
-    """The losses of 2 sequences of 45 random tokens, at once and in chunks, and those passes."""
-    x = torch.randint(0, 50, (2, 45))
-    y = torch.randint(0, 50, (2, 45))
-    lengths = []
-    hidden_states = model.hidden_states
-
-    def recorded(tokens, *args):
-        lengths.append(tokens.shape[1])
-        return hidden_states(tokens, *args)
-
-    model.hidden_states = recorded
-    with torch.no_grad():
-        at_once = loss.token_losses(model, x, y)
-        monkeypatch.setattr(loss, "CHUNK", chunk)
-        in_chunks = loss.token_losses(model, x, y)
-    assert lengths[0] == 45
-    return at_once, in_chunks, lengths[1:]
-
-
-WINDOW = {"window": 9, "sinks": 2, "n_kv_head": 2}
-CASES = [(pos, settings) for pos in POSITIONS for settings in ({}, WINDOW)]
-
-
-@pytest.mark.parametrize("pos, settings", CASES)
-def test_a_long_sequence_in_chunks_has_the_same_losses(pos, settings, make, monkeypatch):
-    """Beyond the context length too, where the scheme is not bounded by it."""
-    model = make(pos=pos, block_size=48 if POSITIONS[pos].bounded else 24, **settings)
-    at_once, in_chunks, lengths = losses_in_chunks(model, monkeypatch)
-    assert torch.allclose(at_once, in_chunks, atol=1e-4)
-    assert lengths == [16, 16, 13]
-
-
-@pytest.mark.parametrize("method", ["dynamic-ntk", "jet-long"])
-def test_a_method_that_depends_on_the_length_is_never_chunked(method, make, monkeypatch):
-    model = make(pos="rope")
-    model.extend(method, 2)
-    at_once, in_chunks, lengths = losses_in_chunks(model, monkeypatch)
-    assert torch.equal(at_once, in_chunks)
-    assert lengths == [45]
-
-
-@pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])
-def test_a_method_with_far_keys_is_chunked(method, make, monkeypatch):
-    model = make(pos="rope", n_kv_head=2)
-    model.extend(method, 2)
-    at_once, in_chunks, lengths = losses_in_chunks(model, monkeypatch)
-    assert torch.allclose(at_once, in_chunks, atol=1e-4)
-    assert lengths == [16, 16, 13]

@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import reference
 import rope_formulas
 import torch
 from conftest import ROOT
@@ -14,7 +13,6 @@ import rope_scaling
 from model import GPT, POSITIONS, GPTConfig, KVCache, RoPE
 from nanolong.entry import load_entry
 from nanolong.errors import UserError
-from nanolong.inference import FixedShapeStep
 from rope_scaling import ATTENTION, METHODS, OPTIONS, far_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -54,12 +52,6 @@ def test_frequencies_match_known_numbers(method, options, ratios, attention_fact
     assert inv_freq.dtype == torch.float64
     assert (inv_freq / plain)[PAIRS].tolist() == pytest.approx(ratios, abs=1e-6)
     assert actual_factor == pytest.approx(attention_factor, abs=1e-6)
-
-
-def test_yarns_attention_factor_matches_published_numbers():
-    numbers = [1.069315, 1.138629, 1.207944, 1.277259, 1.346574]
-    for factor, number in zip((2.0, 4.0, 8.0, 16.0, 32.0), numbers, strict=True):
-        assert rope_scaling.yarn(1e4, 64, 1024, factor)[1] == pytest.approx(number, abs=1e-6)
 
 
 def test_ntk_lceg_has_the_bases_of_the_controlled_study():
@@ -136,46 +128,7 @@ def assert_close(found, expected, rel=5e-5):
     assert (found - expected).abs().max() < rel * expected.abs().max()
 
 
-@pytest.mark.parametrize("T", [5, 16, 17, 33, 53, 77, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "method, options",
-    [
-        ("lm-infinite", {"sinks": 0}),
-        ("lm-infinite", {"sinks": 15}),
-        ("self-extend", {"window": 5, "group": 3}),
-        ("self-extend", {"window": 16, "group": 7}),
-        ("self-extend", {"window": 1}),
-        ("jet-long", {}),
-        ("jet-long", {"window": 1}),
-        ("jet-long", {"window": 7}),
-    ],
-    ids=str,
-)
-@torch.no_grad()
-def test_attention_is_that_by_distance_around_the_window(method, options, T, make):
-    """Of 16 tokens, extended to 48; the groups of Jet-Long are of 1, 2, 3, 4, 5 and 13 tokens."""
-    model = build(make, {"block_size": 16}, method, 3, options).double()
-    tokens = torch.randint(0, 50, (1, T))
-    assert_close(model(tokens), reference.logits(model, tokens), 1e-6)
-
-
-def test_self_extend_moves_far_queries_by_its_window_less_the_groups_in_it():
-    """W - W // G, as in Jin et al. (2024). Files of the authors differ unless G divides W."""
-    assert rope_scaling.self_extend(16, 4, window=7, group=3).offset == 5
-
-
-@torch.no_grad()
-def test_jet_long_is_the_base_model_up_to_its_length(make):
-    base = make(pos="rope", n_kv_head=2)
-    own = build(make, {"attn_scale": 1.0}, "jet-long", 4, {})
-    for n in (1, 24):
-        tokens = torch.randint(0, 50, (2, n))
-        assert torch.equal(own(tokens), base(tokens))
-    tokens = torch.randint(0, 50, (1, 25))
-    assert (own(tokens) - base(tokens)).abs().max() > 1e-3
-
-
-FAR_OF_48 = [  # method, options: three layers of 48 tokens, extended to 192
+FAR_OF_48 = [  # method, options: two layers of 48 tokens, extended to 192
     ("jet-long", {}),
     ("jet-long", {"window": 1}),
     ("jet-long", {"length": 130.0}),
@@ -183,58 +136,7 @@ FAR_OF_48 = [  # method, options: three layers of 48 tokens, extended to 192
     ("self-extend", {"window": 7, "group": 5}),
     ("lm-infinite", {"sinks": 4}),
 ]
-DEEP = {"n_layer": 3, "n_head": 6, "n_embd": 48, "block_size": 48}
-
-
-@pytest.mark.parametrize("start, end", [(30, 150), (101, 245)])
-@pytest.mark.parametrize("size", [1, 7])
-@pytest.mark.parametrize("method, options", FAR_OF_48, ids=str)
-@torch.no_grad()
-def test_a_cache_of_far_keys_equals_the_whole_text(method, options, size, start, end, make):
-    """Greedy tokens, one by one or in chunks of 7. Jet-Long's group changes three times, and then
-    alone the cache is refilled.
-    """
-    model = build(make, DEEP, method, 4, options)
-    is_dynamic = method == "jet-long" and "length" not in options
-    tokens = more = torch.randint(0, 50, (1, start))
-    cache, parts, versions = KVCache(), [], set()
-    while tokens.shape[1] <= end:
-        parts.append(model(more, cache=cache))
-        versions.add(cache.version)
-        more = parts[-1][:, -1:].argmax(-1) if size == 1 else torch.randint(0, 50, (1, size))
-        tokens = torch.cat((tokens, more), 1)
-    assert len(versions) == (4 if is_dynamic else 1)
-    n, whole = 0, {}
-    for part in parts:
-        n += part.shape[1]
-        group = -(-n // 48)  # a text of as many tokens as possible has the logits of all up to it
-        if group not in whole:
-            whole[group] = model(tokens[:, : 48 * group])
-        expected = whole[group][:, n - part.shape[1] : n]
-        assert_close(part, expected, 1e-5)
-        assert torch.equal(part.argmax(-1), expected.argmax(-1))
-
-
-@pytest.mark.parametrize("method, options", FAR_OF_48[2:], ids=str)
-@torch.no_grad()
-def test_steps_of_fixed_shape_and_documents_are_each_alone(method, options, make):
-    """Steps of fixed shape, run as they are, and packed documents."""
-    model = build(make, DEEP, method, 4, options)
-    tokens = torch.randint(0, 50, (2, 130))
-    cache = KVCache(130)
-    parts = [model(tokens[:, :120], cache=cache)[:, -1:], model(tokens[:, 120:124], cache=cache)]
-    step = FixedShapeStep(model, cache)
-    parts += [step.run(token)[:, None] for token in tokens[:, 124:].split(1, 1)]
-    assert_close(torch.cat(parts, 1)[:, 1:], model(tokens)[:, 120:], 1e-5)
-    if method != "jet-long":  # by the length of one text, and not of each document
-        packed = torch.cat((torch.zeros(1, 61), torch.ones(1, 139)), 1).long()
-        if method == "lm-infinite":
-            with pytest.raises(UserError, match="sinks are the first tokens of the text"):
-                model(packed, docs=packed)
-            return
-        tokens = torch.randint(0, 50, (1, 200))
-        separate = [model(part) for part in tokens.split((61, 139), 1)]
-        assert_close(model(tokens, docs=packed), torch.cat(separate, 1), 1e-5)
+DEEP = {"n_layer": 2, "n_head": 6, "n_embd": 48, "block_size": 48}
 
 
 @pytest.mark.parametrize("method, options", FAR_OF_48, ids=str)
@@ -259,33 +161,6 @@ def test_many_queries_at_once_equal_chunks(method, options, make, monkeypatch):
     assert len(calls) == 4 * DEEP["n_layer"]
     for own, expected in zip(*found, strict=True):
         assert_close(own, expected, 1e-12)
-
-
-def test_jet_long_samples_texts_of_equal_length_uncompiled(make):
-    model = build(make, DEEP, "jet-long", 4, {})
-    for prompts, options, problem in (
-        ([[1, 2], [3]], {}, "is not a batch of prompts .*: give token ids"),
-        ([[1, 2]], {"compiled": True}, "leave out --compile"),
-    ):
-        with pytest.raises(UserError, match=problem):
-            next(model.generate(prompts, 9, **options))
-    prompts = torch.randint(0, 50, (2, 90))
-    together = torch.cat(list(model.generate(prompts, 60, temperature=0)), 1)
-    for prompt, text in zip(prompts, together, strict=True):
-        alone = torch.cat(list(model.generate(prompt[None], 60, temperature=0)), 1)
-        assert torch.equal(text, alone[0])
-
-
-@pytest.mark.parametrize("method", ["self-extend", "lm-infinite"])
-def test_compiled_steps_with_far_keys_sample_the_same_tokens(method, make, compiled_graphs):
-    model = build(make, DEEP, method, 4, {})
-    prompts = torch.randint(0, 50, (2, 90))
-    texts = [
-        torch.cat(list(model.generate(prompts, 12, temperature=0, compiled=compiled)), 1)
-        for compiled in (False, True)
-    ]
-    assert torch.equal(*texts)
-    assert len(compiled_graphs) == 1
 
 
 @pytest.mark.parametrize("method", rope_scaling.ATTENTION)
@@ -342,7 +217,7 @@ def test_frequencies_of_ones_own_are_checked(table, make, monkeypatch):
 )
 def test_compiled_graphs_keep_their_tables(pos, method, make, compiled_graphs):
     """One graph without breaks for each quarter; the model may be called in between."""
-    model = build(make, {"pos": pos}, method, 8, {})
+    model = build(make, {"pos": pos, "n_layer": 1}, method, 8, {})
     compiled = torch.compile(model, fullgraph=True)
     tokens = torch.randint(0, 50, (1, 96))
     n_graphs = []
@@ -356,7 +231,7 @@ def test_compiled_graphs_keep_their_tables(pos, method, make, compiled_graphs):
 
 def test_a_compiled_dynamic_method_follows_explicit_positions(make):
     """As in training with skipped positions; to read them breaks the graph in two."""
-    model = build(make, {}, "dynamic-yarn", 8, {})
+    model = build(make, {"n_layer": 1}, "dynamic-yarn", 8, {})
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     tokens = torch.randint(0, 50, (1, 24))

@@ -1,9 +1,9 @@
 """Linear attention against its formula in float64, and what it is compared with."""
 
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
-from kernel_cases import rotate_by_complex_numbers
 
 from model import POSITIONS
 from nanolong.entry import load_entries
@@ -20,7 +20,7 @@ def rotate(x, fraction):
     """RoPE of a fraction of the channels of x (B, H, T, D), with angles t 10000^(-2c/R)."""
     half = int(x.shape[-1] * fraction) // 2
     frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / max(half, 1))
-    return rotate_by_complex_numbers(x, torch.arange(x.shape[-2])[:, None] * frequencies, 1.0)
+    return reference.rotate(x, torch.arange(x.shape[-2])[:, None] * frequencies)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
