@@ -5,18 +5,15 @@ KNOWN lists these differences, with the reason. python tests/test_ends.py prints
 """
 
 import functools
-import json
 import tempfile
 from itertools import product
 from pathlib import Path
 
 import pytest
+import transformers
+from makers import byte_level, write_tokenizer
 
-from data.tokenizer import byte_level_alphabet
 from nanolong import tokenizer_files
-
-tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
 
 SPECIAL = ("<s>", "</s>", "<|other|>", "<|eot|>", "<|begin|>")  # ids 0 to 4
 VOCAB_SIZE = 270  # the model's: tokenizer.json has 261 tokens
@@ -113,20 +110,10 @@ def merge(*files):
 
 def write(folder, files):
     """A byte-level BPE without merges, and the files."""
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *byte_level_alphabet()))}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(list(SPECIAL))
     files = dict(files)
-    first = files.pop("template", None)
-    if first:
-        made.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[first, "$A"], special_tokens=[(first, SPECIAL.index(first))]
-        )
-    made.save(str(folder / "tokenizer.json"))
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
+    made = byte_level(SPECIAL, first=files.pop("template", None))
+    files = {name.removesuffix(".json"): content for name, content in files.items()}
+    write_tokenizer(folder, made, **files)
 
 
 def ours(folder):

@@ -1,6 +1,5 @@
 """data/prepare.py and data/texts.py: from text to a dataset."""
 
-import gzip
 import hashlib
 import io
 import json
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, assert_refused, assert_success, content, run_python, wait_for
+from makers import byte_level, write_tokenizer
 
 import data
 from data import texts
@@ -52,6 +52,20 @@ def encode_document(*arguments):
     time.sleep(0.01)
     return encode_at_once(*arguments)
 """
+
+
+def texts_of(name):
+    """The training and the validation text of a dataset of bytes, with <bos> as a null byte."""
+    dataset = data.Dataset(name)
+    tokens = (np.asarray(split.tokens[0]) for split in (dataset.train, dataset.val))
+    return [bytes(np.where(ids == 256, 0, ids).astype(np.uint8)) for ids in tokens]
+
+
+def documents_of(dataset, split):
+    """The documents of a split, decoded."""
+    tokens = split.tokens[0]
+    places = data.find_documents(tokens, dataset.separator)
+    return [dataset.tokenizer.decode(tokens[start:stop].tolist()) for start, stop in places]
 
 
 @pytest.fixture
@@ -97,19 +111,14 @@ def write_folder(folder):
 
 def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
     write_folder(tmp_path / "src")
-    dataset = data.Dataset(prepare_text(tmp_path / "src", "folder"))
-    printed = capsys.readouterr().out
-    assert "left out picture.png (not UTF-8: unpack it, " in printed
-    train, val = (
-        bytes(token for token in split.tokens[0].tolist() if token < 256)
-        for split in (dataset.train, dataset.val)
-    )
+    train, val = texts_of(prepare_text(tmp_path / "src", "folder"))
+    assert "left out picture.png (not UTF-8: unpack it, " in capsys.readouterr().out
     assert train.count(b"# file") + val.count(b"# file") == 60
     assert 1 <= val.count(b"# file") <= 15
     for left_out in (b"secret", b"PNG"):
         assert left_out not in train + val
     # every document begins with <bos>
-    assert (dataset.train.tokens[0] == 256).sum() == train.count(b"# file")
+    assert train.count(b"\0") == train.count(b"\0# file") == train.count(b"# file")
 
 
 def test_a_share_of_validation_far_from_the_fraction_is_said(tmp_path, data_folder, capsys):
@@ -126,20 +135,13 @@ def test_a_share_of_validation_far_from_the_fraction_is_said(tmp_path, data_fold
         assert (note in printed.err) == noted, printed
 
 
-def split_of(folder, name, **options):
-    """The training and the validation text of a folder, as bytes with <bos> as a null byte."""
-    dataset = data.Dataset(prepare_text(folder, name, **options))
-    tokens = (np.asarray(split.tokens[0]) for split in (dataset.train, dataset.val))
-    return [bytes(np.where(ids == 256, 0, ids).astype(np.uint8)) for ids in tokens]
-
-
 def test_of_few_files_the_last_tenth_of_each_is_validation(tmp_path, data_folder, capsys):
     """A novel, code and a table: one of them would say nothing about the others."""
     (tmp_path / "src").mkdir()
     sizes = {"code.py": 5000, "novel.txt": 2900, "table.csv": 2000}
     for name, size in sizes.items():
         (tmp_path / "src" / name).write_bytes(name[:1].encode() * size)
-    train, val = split_of(tmp_path / "src", "few")
+    train, val = texts_of(prepare_text(tmp_path / "src", "few"))
     for name, size in sizes.items():
         assert train.count(name[:1].encode()) == size * 9 // 10
         assert val.count(name[:1].encode()) == size // 10
@@ -148,13 +150,14 @@ def test_of_few_files_the_last_tenth_of_each_is_validation(tmp_path, data_folder
 
 
 def test_documents_end_with_eos_if_it_is_not_what_starts_them(tmp_path, data_folder):
-    settings = {"bos_token": "<s>", "eos_token": "</s>"}
     lines = [json.dumps({"text": f"text {i}"}) for i in range(100)]
     (tmp_path / "t.jsonl").write_text("\n".join(lines))
     for name, eos in (("two", "</s>"), ("one", "<s>")):
-        files = settings | {"eos_token": eos}
-        theirs = write_tokenizer_json(tmp_path / name, ["<s>", "</s>"], files)
-        tokenizer = find_tokenizer(str(tmp_path / name))
+        theirs = byte_level(["<s>", "</s>"])
+        settings = {"bos_token": "<s>", "eos_token": eos}
+        tokenizer = find_tokenizer(
+            str(write_tokenizer(tmp_path / name, theirs, tokenizer_config=settings))
+        )
         dataset = data.Dataset(prepare_text(tmp_path / "t.jsonl", name, tokenizer=tokenizer))
         found = [token for split in (dataset.train, dataset.val) for token in split.tokens[0]]
         documents = "".join(map(theirs.id_to_token, map(int, found))).split("<s>")[1:]
@@ -170,7 +173,7 @@ def test_a_dataset_has_bos_by_default_if_its_tokenizer_puts_it_first(tmp_path, d
     for adds_bos in (True, False):
         name = f"set-{adds_bos}"
         settings = {"bos_token": "<s>", "add_bos_token": adds_bos}
-        write_tokenizer_json(tmp_path / name, ["<s>"], settings)
+        write_tokenizer(tmp_path / name, byte_level(["<s>"]), tokenizer_config=settings)
         prepare_text(tmp_path / "t.txt", name, tokenizer=find_tokenizer(str(tmp_path / name)))
         assert data.Dataset(name).bos == (0 if adds_bos else None)
 
@@ -198,70 +201,54 @@ def test_each_row_of_a_file_of_json_is_a_document(name, tmp_path, data_folder, c
     file = write_rows(tmp_path / name, rows)
     for tokenizer in ("bytes", "char"):
         dataset = data.Dataset(prepare_text(file, tokenizer, tokenizer=tokenizer))
-        found = []
-        for split in (dataset.train, dataset.val):
-            for start, stop in data.find_documents(split.tokens[0], dataset.separator):
-                found.append(dataset.tokenizer.decode(split.tokens[0][start:stop].tolist()))
-        assert sorted(found) == sorted(text.encode() for text in expected)
-        assert 15 < len(data.find_documents(dataset.val.tokens[0], dataset.separator)) < 45
+        train, val = (documents_of(dataset, split) for split in (dataset.train, dataset.val))
+        assert sorted(train + val) == sorted(text.encode() for text in expected)
+        assert 15 < len(val) < 45
         for bos in (dataset.separator, None):
             text = TextFile(file, dataset.tokenizer, dataset.vocab_size, bos)
-            ids = text.val.tokens[0]
-            found = [
-                dataset.tokenizer.decode(ids[start:stop].tolist()).decode()
-                for start, stop in data.find_documents(ids, dataset.separator)
-            ]
-            assert found == expected and text.bytes_scale == 1
+            assert documents_of(dataset, text.val) == [text.encode() for text in expected]
+            assert text.bytes_scale == 1
     assert "whole documents) from 300 documents" in capsys.readouterr().out
 
 
-# how files that are no text begin
-BINARY = {
-    "parquet": b"PAR1",
-    "arrow": b"ARROW1\0\0",
-    "npy": b"\x93NUMPY\1\0v\0{'descr': '<u2'}",
-    "safetensors": b"\x40\0\0\0\0\0\0\0{}",
-    "pdf": b"%PDF-1.7\n%\xe2\xe3\n",
-    "png": b"\x89PNG\r\n\x1a\n",
-    "sqlite": b"SQLite format 3\0",
-    "latin": "naïve\n".encode("latin-1") * 3000,
-    "zeros": TEXT.encode() + b"\0",
-}
+NOT_UTF8 = "not UTF-8: unpack it, convert"
+ZEROS = "not UTF-8 text, for it has zero bytes: unpack it, convert"
 
 
-@pytest.mark.parametrize("kind", BINARY)
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 80, NOT_UTF8),
+        ("naïve\n".encode("latin-1") * 3000, NOT_UTF8),
+        (TEXT.encode("utf-16"), NOT_UTF8),
+        ("abc".encode("utf-16-le"), ZEROS),
+        (TEXT.encode() + b"\0", ZEROS),
+    ],
+    ids=lambda x: "",
+)
 def test_the_bytes_of_what_is_no_text_are_taken_if_they_are_asked_for(
-    kind, tmp_path, data_folder, call, rng
+    content, reason, tmp_path, data_folder, call
 ):
-    noise = b"" if kind in ("latin", "zeros") else rng.bytes(20_000)
-    content = BINARY[kind] + noise
-    file = tmp_path / "src" / f"file.{kind}"
+    file = tmp_path / "src/file.x"
     file.parent.mkdir()
     file.write_bytes(content)
-    reason = "not UTF-8"
     done = call("data/prepare.py", file, "--name=x")
-    assert_refused(done, f"file.{kind} is {reason}", "or give --tokenizer=bytes for its bytes")
+    assert_refused(done, f"file.x is {reason}", "or give --tokenizer=bytes for its bytes")
     for tokenizer in (data.ByteTokenizer(), data.CharTokenizer("a")):
-        with pytest.raises(UserError, match=f"--text=.*{kind} is {reason}"):
+        with pytest.raises(UserError, match=f"--text=.*file.x is {reason}"):
             TextFile(file, tokenizer, 257, None)
     assert_refused(call("data/prepare.py", file, "--name=x", "--tokenizer=bpe"), reason)
     assert not list(data_folder.iterdir())
     done = assert_success(call("data/prepare.py", file, "--name=x", "--tokenizer=bytes"))
-    assert done.stderr.startswith(f"note: 1 of 1 files, such as file.{kind}, are no text: their")
-    train, val = split_of_bytes("x")
+    assert done.stderr.startswith("note: 1 of 1 files, such as file.x, are no text: their")
+    train, val = (text[1:] for text in texts_of("x"))
     assert train + val == content
     # of a folder a text is left
     (file.parent / "a.txt").write_text(TEXT)
     done = assert_success(call("data/prepare.py", file.parent, "--name=y"))
-    assert f"left out file.{kind} ({reason}" in done.stdout
+    assert f"left out file.x ({reason}" in done.stdout
     done = call("data/prepare.py", file.parent, "--name=z", "--tokenizer=bytes")
     assert "from 2 documents" in assert_success(done).stdout and "note: 1 of 2" in done.stderr
-
-
-def split_of_bytes(name):
-    """The training and the validation text of a dataset of one document of bytes."""
-    dataset = data.Dataset(name)
-    return [bytes(split.tokens[0][1:].tolist()) for split in (dataset.train, dataset.val)]
 
 
 @pytest.mark.parametrize("name", ["stories.txt", "lines.jsonl"])
@@ -280,15 +267,7 @@ def test_text_that_looks_like_a_separator_is_noted(name, tmp_path, data_folder, 
 @pytest.mark.parametrize(
     "name, content, reason",
     [
-        ("a.txt", gzip.compress(TEXT.encode(), mtime=0), "not UTF-8: unpack it, convert"),
-        ("a.txt", TEXT.encode("utf-16"), "not UTF-8: unpack it, convert"),
-        (
-            "a.txt",
-            "abc".encode("utf-16-le"),
-            "not UTF-8 text, for it has zero bytes: unpack it, convert",
-        ),
-        ("a.txt", TEXT.encode("latin-1", "replace"), "not UTF-8: unpack it, convert"),
-        ("a.json", TEXT.encode("latin-1", "replace"), "not UTF-8: unpack it, convert"),
+        ("a.json", TEXT.encode("latin-1", "replace"), NOT_UTF8),
         ("a.jsonl", b'{"text": "a"}\n{"messages": []}', 'JSON without a "text" in line 2'),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}', 'JSON without a "text" in line 2'),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": "', "no JSON in line 3"),
@@ -364,37 +343,27 @@ def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
         find_tokenizer(str(tmp_path))
 
 
-def write_tokenizer_json(folder, special, settings=None):
-    """Byte-level BPE of 260 tokens and more, by the tokenizers package itself."""
-    from test_hf_tokenizer import train_byte_level  # it skips without tokenizers
-
-    made = train_byte_level("gpt2", 260, special)
-    folder.mkdir()
-    made.save(str(folder / "tokenizer.json"))
-    if settings is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return made
-
-
 @pytest.mark.parametrize(
     "special, settings, bos",
     [
-        (["<pad>", "<|endoftext|>"], None, 1),
+        (["<pad>", "<|endoftext|>"], {}, 1),
         (["<pad>", "<s>"], {"bos_token": "<s>", "chat_template": "é"}, 1),
         (["<s>", "</s>", "<|endoftext|>"], {"bos_token": None, "eos_token": "</s>"}, 1),
-        (["<pad>"], None, None),
+        (["<pad>"], {}, None),
     ],
 )
 def test_the_tokenizer_can_be_a_tokenizer_json(
     special, settings, bos, tmp_path, data_folder, capsys
 ):
     (tmp_path / "t.txt").write_text(TEXT)
-    theirs = write_tokenizer_json(tmp_path / "tok", special, settings)
+    theirs = byte_level(special)
+    files = {"tokenizer_config": settings} if settings else {}
+    write_tokenizer(tmp_path / "tok", theirs, **files)
     tokenizer = find_tokenizer(str(tmp_path / "tok/tokenizer.json"))
     folder = prepare_text(tmp_path / "t.txt", "one", tokenizer=tokenizer)
     assert ("note: no token separates documents" in capsys.readouterr().out) == (bos is None)
     dataset = data.Dataset(folder)
-    assert (dataset.vocab_size, dataset.separator) == (260, bos)
+    assert (dataset.vocab_size, dataset.separator) == (theirs.get_vocab_size(), bos)
     ids = dataset.train.tokens[0].tolist()
     separators = 0 if bos is None else 1
     assert ids[separators:] == theirs.encode(TEXT[: int(len(TEXT) * 0.9)]).ids
