@@ -222,14 +222,12 @@ def with_code(place):
     (place / "evil.py").write_text(f"open({str(place.parent / 'ran')!r}, 'w')\n")
 
 
-def folder(*case, edit=None, length=0, **changes):
-    """A function that writes a folder; length: of its tokenizer, in tokens."""
+def folder(*case, edit=None, **changes):
+    """A function that writes a folder."""
 
     def write(tmp_path):
         place = tmp_path / "hf"
         theirs = write_folder(place, *case, **changes)
-        if length:
-            edit_json(place / "tokenizer_config.json", {"model_max_length": length})
         if edit:
             edit(place)
         return place, theirs
@@ -251,8 +249,8 @@ def yarn_file(keys, options):
     """The YaRN of a GGUF with these keys is transformers' of these options."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     keys = {f"llama.rope.scaling.{key}": value for key, value in keys.items()}
-    facts = {"original_length": 16, "block_size": 64}
-    return gguf_file("llama", metadata(keys), rope | options), {}, facts
+    settings = {"original_length": 16, "block_size": 64}
+    return gguf_file("llama", metadata(keys), rope | options), settings
 
 
 def nanogpt(bias, prefix, block_size):
@@ -278,57 +276,28 @@ def nanogpt(bias, prefix, block_size):
         torch.save(checkpoint, tmp_path / "ckpt.pt")
         return tmp_path / "ckpt.pt", theirs
 
-    return write, {}, {"mlp": "gelu_exact", "pos": "learned", "block_size": 160}
+    return write, {"mlp": "gelu_exact", "pos": "learned", "block_size": 160}
 
 
-LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
-YARN = {**LINEAR, "rope_type": "yarn"}
-LLAMA3 = {**LINEAR, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-ORIGINAL = "original_max_position_embeddings"
-# max_position_embeddings, 256, is the original or the extended length: other facts say.
-# RoPE, other fields of the config, length of the tokenizer, --context_length; original and extended
-LENGTHS = [
-    (LINEAR, {}, 0, 0, (64, 256)),
-    (LINEAR, {}, 0, 1024, (256, 1024)),
-    ({**LINEAR, ORIGINAL: 64}, {}, 0, 512, (64, 512)),
-    ({**YARN, ORIGINAL: 128}, {}, 0, 0, (128, 512)),
-    (YARN, {}, 0, 0, (256, 1024)),
-    (LINEAR, {"max_sequence_length": 1024}, 0, 0, (256, 1024)),
-    (LINEAR, {}, 1024, 0, (256, 1024)),
-    (LINEAR, {"tokenizer_model_max_length": 1024}, 10**30, 0, (256, 1024)),
-    ({**LLAMA3, ORIGINAL: 256}, {}, 0, 0, (256, 1024)),
-    (PLAIN, {"model_max_length": 4096}, 0, 0, (256, 256)),
-]
 # a mask of older files, such as Pythia's, is no weight, and of a dtype that no weight has
 MASK = with_tensor("gpt_neox.layers.0.attention.bias", torch.ones(1, 1, 64, 64, dtype=torch.bool))
-# name -> (function that writes a source, options of the import, settings that ours has)
+# name -> (function that writes a source, settings that ours has)
 SOURCES = {
     "a head of its own": (
         folder(tie_word_embeddings=False, config=TIED),
-        {},
         {"tie_embeddings": False},
     ),
-    "masks of older files": (folder("gpt_neox", edit=MASK), {}, {}),
-    "files of weights without an index": (folder(edit=split_weights), {}, {}),
-    "code, which is not run": (folder(edit=with_code), {}, {}),
+    "masks of older files": (folder("gpt_neox", edit=MASK), {}),
+    "files of weights without an index": (folder(edit=split_weights), {}),
+    "code, which is not run": (folder(edit=with_code), {}),
     **{
         f"the text half of {prefix}": (
             folder("gemma3_text", edit=as_text_half(prefix)),
-            {},
             {"tie_embeddings": True},
         )
         for prefix in ("language_model.", "model.language_model.")
     },
-    **{
-        f"lengths {number}": (
-            folder(config=config, length=length, rope_parameters=rope, max_position_embeddings=256),
-            {"context_length": given},
-            {"original_length": expected[0], "block_size": expected[1]},
-        )
-        for number, (rope, config, length, given, expected) in enumerate(LENGTHS)
-    },
-    **{f"GGUF, {name}": (gguf_file(name), {}, {}) for name in GGUFS},
+    **{f"GGUF, {name}": (gguf_file(name), {}) for name in GGUFS},
     "GGUF, factor of YaRN": yarn_file(
         {"attn_factor": 2.0}, {"attention_factor": 2 * (0.1 * math.log(4) + 1)}
     ),
@@ -345,15 +314,49 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source_is_read_as_transformers_reads_it(name, tmp_path):
-    write, options, settings = SOURCES[name]
+    write, settings = SOURCES[name]
     place, theirs = write(tmp_path)
     expected = theirs(TOKENS).logits
     assert expected.abs().max() > 0.5
-    model, text = imported(place, tmp_path, **options)
+    # the test of families shows that folders are verified
+    model, text = imported(place, tmp_path, verify=place.is_file())
     assert_close(our_logits(model, TOKENS), expected)
     assert {key: getattr(model.config, key) for key in settings} == settings
     assert "no tokenizer.json belongs to" in text or "tokenizer of the file is None" in text
     assert sorted(file.name for file in tmp_path.iterdir()) == [place.name, f"run-{place.stem}"]
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+YARN = {**LINEAR, "rope_type": "yarn"}
+LLAMA3 = {**LINEAR, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+ORIGINAL = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    "rope, config, of_tokenizer, given, lengths",
+    [
+        (LINEAR, {}, 0, 0, (64, 256)),
+        (LINEAR, {}, 0, 1024, (256, 1024)),
+        ({**LINEAR, ORIGINAL: 64}, {}, 0, 512, (64, 512)),
+        ({**YARN, ORIGINAL: 128}, {}, 0, 0, (128, 512)),
+        (YARN, {}, 0, 0, (256, 1024)),
+        (LINEAR, {"max_sequence_length": 1024}, 0, 0, (256, 1024)),
+        (LINEAR, {}, 1024, 0, (256, 1024)),
+        (LINEAR, {"tokenizer_model_max_length": 1024}, 10**30, 0, (256, 1024)),
+        ({**LLAMA3, ORIGINAL: 256}, {}, 0, 0, (256, 1024)),
+        (PLAIN, {"model_max_length": 4096}, 0, 0, (256, 256)),
+    ],
+)
+def test_lengths_are_read(rope, config, of_tokenizer, given, lengths, tmp_path):
+    """max_position_embeddings, 256, is the original or the extended length: other facts say."""
+    place, changes = tmp_path / "hf", {"rope_parameters": rope, "max_position_embeddings": 256}
+    theirs = write_folder(place, config=config, **changes)
+    if of_tokenizer:
+        edit_json(place / "tokenizer_config.json", {"model_max_length": of_tokenizer})
+    model, _ = imported(place, tmp_path, verify=False, context_length=given)
+    assert (model.config.original_length, model.config.block_size) == lengths
+    assert_close(our_logits(model, TOKENS), theirs(TOKENS).logits)
 
 
 def test_bfloat16_is_kept(hf, tmp_path):

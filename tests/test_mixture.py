@@ -138,22 +138,6 @@ def test_validation_losses_of_each_dataset_are_logged(mixture, text_data, short,
     assert evaluation["val_bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
 
 
-def test_a_mixture_is_recorded_and_goes_on_with_other_fractions_but_not_with_other_texts(
-    mixture, short, text_data, call, tmp_path
-):
-    out = ["train.py", f"--out_dir={tmp_path}/run"]
-    words = [*out, *TINY, f"--dataset={mixture}", "--gradient_accumulation_steps=4"]
-    printed = assert_success(call(*words)).stdout
-    assert f"data: {text_data}, 1,229 tokens" in printed  # 0.3 of 8 x 4 x 4 x 32
-    assert f"data: {short}, 2,867 tokens (0.47 epochs); validation on 8 of" in printed
-    meta = read_meta(newest(tmp_path / "run"))
-    assert meta["data_hash"] == ",".join(data.Dataset(name).hash for name in (text_data, short))
-    resume = [*out, "--init_from=resume", "--max_iters=12"]
-    assert_refused(call(*resume, f"--dataset={mixture.split(':0.3')[0]}"), "is not the data of")
-    other = mixture.replace(":0.3", ":0.5").replace(":0.7", ":0.5")
-    assert_success(call(*resume, f"--dataset={other}"))
-
-
 def test_a_mixture_has_the_largest_vocabulary_of_its_datasets(short, tmp_path):
     """Bytes, and ids of an unknown tokenizer, of which no number of bytes is known."""
     wider = write_dataset(tmp_path / "wider", [256, 299] * 60, vocab_size=300, tokenizer=None)
@@ -203,12 +187,20 @@ def test_mixtures_that_cannot_be_are_refused(words, message, short, tmp_path, mo
 # Evaluating and extending what was trained on a mixture.
 
 
-def test_a_checkpoint_of_a_mixture_is_scored_on_one_dataset_and_extended_with_both(
+def test_a_run_on_a_mixture_is_recorded_resumed_scored_and_extended(
     mixture, short, text_data, call, tmp_path
 ):
-    """The report scores each dataset, and attention stays inside documents by default."""
+    """It goes on with other fractions, but not with other texts."""
     out, extended = tmp_path / "run", tmp_path / "extended"
-    assert_success(call("train.py", *TINY, f"--dataset={mixture}", f"--out_dir={out}"))
+    train_it = ["train.py", f"--out_dir={out}"]
+    words = [*TINY, f"--dataset={mixture}", "--gradient_accumulation_steps=4"]
+    printed = assert_success(call(*train_it, *words)).stdout
+    assert f"data: {text_data}, 1,229 tokens" in printed  # 0.3 of 8 x 4 x 4 x 32
+    assert f"data: {short}, 2,867 tokens (0.47 epochs); validation on 8 of" in printed
+    meta = read_meta(newest(out))
+    assert meta["data_hash"] == ",".join(data.Dataset(name).hash for name in (text_data, short))
+
+    # the report scores each dataset, and attention stays inside documents by default
     words = ["extend.py", out, "--factor=2", "--max_iters=2", "--max_tokens=256", "--device=cpu"]
     done = assert_success(call(*words, f"--out_dir={extended}"))
     for name in (text_data, short):
@@ -222,6 +214,11 @@ def test_a_checkpoint_of_a_mixture_is_scored_on_one_dataset_and_extended_with_bo
     assert_refused(call(*words, f"--dataset={mixture}"), "is a mixture of datasets")
     done = assert_success(call(*words, f"--dataset={short}"))
     assert f"tokens of {short}" in done.stdout and "note:" not in done.stderr
+
+    resume = [*train_it, "--init_from=resume", "--max_iters=12"]
+    assert_refused(call(*resume, f"--dataset={mixture.split(':0.3')[0]}"), "is not the data of")
+    other = mixture.replace(":0.3", ":0.5").replace(":0.7", ":0.5")
+    assert_success(call(*resume, f"--dataset={other}"))
     data.write_tokens(short / "more_val.bin", [256, *b"OTHER TEXT " * 9], 257)
     done = assert_success(call(*words, f"--dataset={short}"))
     assert "the model may have seen the scored text" in done.stderr + done.stdout

@@ -149,35 +149,6 @@ def test_of_few_files_the_last_tenth_of_each_is_validation(tmp_path, data_folder
     assert "(10.0%, the last 10% of each document) from 3 doc" in capsys.readouterr().out
 
 
-def test_documents_end_with_eos_if_it_is_not_what_starts_them(tmp_path, data_folder):
-    lines = [json.dumps({"text": f"text {i}"}) for i in range(100)]
-    (tmp_path / "t.jsonl").write_text("\n".join(lines))
-    for name, eos in (("two", "</s>"), ("one", "<s>")):
-        theirs = byte_level(["<s>", "</s>"])
-        settings = {"bos_token": "<s>", "eos_token": eos}
-        tokenizer = find_tokenizer(
-            str(write_tokenizer(tmp_path / name, theirs, tokenizer_config=settings))
-        )
-        dataset = data.Dataset(prepare_text(tmp_path / "t.jsonl", name, tokenizer=tokenizer))
-        found = [token for split in (dataset.train, dataset.val) for token in split.tokens[0]]
-        documents = "".join(map(theirs.id_to_token, map(int, found))).split("<s>")[1:]
-        end = "</s>" if eos == "</s>" else ""
-        assert sorted(documents) == sorted(f"textĠ{i}{end}" for i in range(100))
-        meta = json.loads((data_folder / name / "meta.json").read_text())
-        assert (meta["bos"], meta["bos_default"]) == (0, False)
-        assert meta["tokenizer"]["ends"] == [theirs.token_to_id(eos)]
-
-
-def test_a_dataset_has_bos_by_default_if_its_tokenizer_puts_it_first(tmp_path, data_folder):
-    (tmp_path / "t.txt").write_text(TEXT)
-    for adds_bos in (True, False):
-        name = f"set-{adds_bos}"
-        settings = {"bos_token": "<s>", "add_bos_token": adds_bos}
-        write_tokenizer(tmp_path / name, byte_level(["<s>"]), tokenizer_config=settings)
-        prepare_text(tmp_path / "t.txt", name, tokenizer=find_tokenizer(str(tmp_path / name)))
-        assert data.Dataset(name).bos == (0 if adds_bos else None)
-
-
 def write_rows(file, rows):
     """A file of JSON by its name: lines, with a byte order mark and an empty one, or a list."""
     content = json.dumps(rows, indent=1 if "long" in file.name else None)
@@ -344,34 +315,46 @@ def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "special, settings, bos",
+    "special, settings, start, end",
     [
-        (["<pad>", "<|endoftext|>"], {}, 1),
-        (["<pad>", "<s>"], {"bos_token": "<s>", "chat_template": "é"}, 1),
-        (["<s>", "</s>", "<|endoftext|>"], {"bos_token": None, "eos_token": "</s>"}, 1),
-        (["<pad>"], {}, None),
+        (["<pad>", "<|endoftext|>"], {}, "<|endoftext|>", ""),
+        (["<pad>", "<s>"], {"bos_token": "<s>", "chat_template": "é"}, "<s>", ""),
+        (["<s>", "</s>"], {"bos_token": None, "eos_token": "</s>"}, "</s>", ""),
+        (["<pad>"], {}, "", ""),
+        (["<s>", "</s>"], {"bos_token": "<s>", "eos_token": "</s>"}, "<s>", "</s>"),
+        (["<s>", "</s>"], {"bos_token": "<s>", "eos_token": "<s>"}, "<s>", ""),
+        (["<s>"], {"bos_token": "<s>", "add_bos_token": True}, "<s>", ""),
     ],
 )
 def test_the_tokenizer_can_be_a_tokenizer_json(
-    special, settings, bos, tmp_path, data_folder, capsys
+    special, settings, start, end, tmp_path, data_folder, capsys
 ):
-    (tmp_path / "t.txt").write_text(TEXT)
+    """A document ends with eos if that is not what starts the next one."""
+    write_rows(tmp_path / "lines.jsonl", [f"text {i}" for i in range(100)])
     theirs = byte_level(special)
     files = {"tokenizer_config": settings} if settings else {}
     write_tokenizer(tmp_path / "tok", theirs, **files)
     tokenizer = find_tokenizer(str(tmp_path / "tok/tokenizer.json"))
-    folder = prepare_text(tmp_path / "t.txt", "one", tokenizer=tokenizer)
-    assert ("note: no token separates documents" in capsys.readouterr().out) == (bos is None)
+    folder = prepare_text(tmp_path / "lines.jsonl", "one", tokenizer=tokenizer)
+    assert ("note: no token separates documents" in capsys.readouterr().out) == (not start)
     dataset = data.Dataset(folder)
+    ids = np.concatenate([dataset.train.tokens[0], dataset.val.tokens[0]])
+    text = "".join(map(theirs.id_to_token, ids.tolist()))
+    order = [int(number) for number in re.findall(r"Ġ(\d+)", text)]
+    assert sorted(order) == list(range(100))
+    assert text == "".join(f"{start}textĠ{i}{end}" for i in order)
+    bos = theirs.token_to_id(start)
     assert (dataset.vocab_size, dataset.separator) == (theirs.get_vocab_size(), bos)
-    ids = dataset.train.tokens[0].tolist()
-    separators = 0 if bos is None else 1
-    assert ids[separators:] == theirs.encode(TEXT[: int(len(TEXT) * 0.9)]).ids
+    assert dataset.bos == (bos if "add_bos_token" in settings else None)
+    meta = json.loads((folder / "meta.json").read_text())
+    expected = theirs.token_to_id(settings.get("eos_token") or start)
+    assert meta["tokenizer"]["ends"] == ([] if expected is None else [expected])
     for file in (tmp_path / "tok").iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
 
     # the same as its folder
-    other = prepare_text(tmp_path / "t.txt", "two", tokenizer=find_tokenizer(str(tmp_path / "tok")))
+    tokenizer = find_tokenizer(str(tmp_path / "tok"))
+    other = prepare_text(tmp_path / "lines.jsonl", "two", tokenizer=tokenizer)
     assert data.Dataset(other).hash == dataset.hash
 
 
