@@ -185,24 +185,6 @@ def test_an_epoch_visits_every_sequence_once(sizes, length, has_bos):
             assert len({start % 100 % length for start in starts}) == 1
 
 
-def test_batches_depend_on_seed_and_index_alone(text_data):
-    dataset = data.Dataset(text_data)
-    x, y, *_ = dataset.batch(3, 6, 32, seed=1)
-    assert x.dtype == y.dtype == np.int64
-    assert x.shape == y.shape == (6, 32)
-    assert (x[:, 0] == 256).all()
-    assert not (y == 256).any()
-
-    again = data.Dataset(text_data).batch(3, 6, 32, seed=1)
-    assert all(map(np.array_equal, (x, y), again))
-    # the same sequences in micro-batches of another size
-    halves = [dataset.batch(first, 3, 32, seed=1)[0] for first in (3, 6)]
-    assert np.array_equal(np.concatenate(halves), x)
-    assert not np.array_equal(dataset.batch(3, 6, 32, seed=2)[0], x)
-    # a far epoch costs no more than the first
-    assert dataset.batch(10**9, 2, 32, seed=1)[0].shape == (2, 32)
-
-
 @pytest.mark.parametrize("bos", [None, 999])
 def test_pose_sequences_skip_text_and_positions_independently(bos, tmp_path):
     length, max_position = 20, 80

@@ -589,7 +589,7 @@ def test_an_export_says_that_a_vocabulary_of_characters_is_not_written(tmp_path)
 
 @pytest.mark.parametrize("bos", [None, 256])
 def test_bytes_are_written_for_transformers_and_read_again(bos, tmp_path):
-    """test_hf_tokenizer.py compares more texts with the package."""
+    """test_tokenizer.py compares more texts with the package."""
     model = make_ours({"vocab_size": 257}, None)
     model.meta = {"tokenizer": ByteTokenizer().to_json(), "bos": bos}
     quietly(export_to, model, tmp_path / "exported")

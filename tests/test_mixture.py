@@ -47,25 +47,34 @@ def is_short(x):
 
 
 def test_each_sequence_is_of_a_dataset_with_its_probability(mixture):
-    """The number of 20,000 sequences lies within four standard deviations of the binomial."""
+    """The number of 10,000 sequences lies within four standard deviations of the binomial."""
     dataset = data.open_dataset(mixture)
-    n = 20_000
+    n = 10_000
     is_text = np.array([dataset.source_of(index, 1) == 0 for index in range(n)])
     assert abs(is_text.sum() - 0.3 * n) < 4 * math.sqrt(n * 0.3 * 0.7)
     pairs = (is_text[1:] & is_text[:-1]).sum()
     assert abs(pairs - 0.09 * n) < 0.02 * n  # neighbours are independent
 
 
-def test_a_batch_is_a_function_of_seed_and_index(mixture):
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_a_batch_is_a_function_of_seed_and_index(is_mixture, mixture, text_data):
     """Batches read in any order, by an object of their own, are the same; other seeds differ."""
-    forward, backward = data.open_dataset(mixture), data.open_dataset(mixture)
-    indices = [0, 3, 511, 512, 2000, 10**9]
+    name = mixture if is_mixture else text_data
+    forward, backward = data.open_dataset(name), data.open_dataset(name)
+    indices = [0, 3, 511, 512, 2000, 10**9]  # a far epoch costs no more than the first
     batches = {i: forward.batch(i, 8, 16, 5) for i in indices}
     for i in reversed(indices):
-        again = backward.batch(i, 8, 16, 5)
-        assert all(np.array_equal(a, b) for a, b in zip(batches[i][:2], again[:2], strict=True))
-        sources = [forward.source_of(j, 5) for j in range(i, i + 8)]
-        assert (np.array(sources) == is_short(batches[i][0])).all()
+        x, y, *_ = batches[i]
+        assert x.dtype == y.dtype == np.int64 and x.shape == y.shape == (8, 16)
+        # the same sequences in micro-batches of another size
+        halves = [backward.batch(first, 4, 16, 5) for first in (i, i + 4)]
+        again = [np.concatenate(parts) for parts in list(zip(*halves, strict=True))[:2]]
+        assert all(map(np.array_equal, (x, y), again))
+        if is_mixture:
+            sources = [forward.source_of(j, 5) for j in range(i, i + 8)]
+            assert (np.array(sources) == is_short(x)).all()
+        else:
+            assert (x[:, 0] == 256).all() and not (y == 256).any()
     assert not np.array_equal(batches[3][0], forward.batch(3, 8, 16, 6)[0])
 
 
