@@ -170,7 +170,6 @@ def test_a_mixture_has_the_largest_vocabulary_of_its_datasets(short, tmp_path):
     "words, message",
     [
         ("short:0.5,a/short:0.5", "has two folders of the same name"),
-        ("letters:0.5,short:0.5", "dataset short has other tokens than letters"),
         ("unmarked:0.5,short:0.5", "start with tokens None and None, short's with 256"),
         ("brief:0.5,short:0.5", "brief/train.bin holds 5 tokens, too few"),
     ],
@@ -178,10 +177,6 @@ def test_a_mixture_has_the_largest_vocabulary_of_its_datasets(short, tmp_path):
 def test_mixtures_that_cannot_be_are_refused(words, message, short, tmp_path, monkeypatch):
     ids = [256, *b"some text " * 20]
     write_dataset(tmp_path / "a" / "short", ids, ids)
-    write_dataset(tmp_path / "wider", ids, ids, vocab_size=300, tokenizer=None)
-    characters = "".join(map(chr, range(257)))
-    tokenizer = data.CharTokenizer(characters).to_json()
-    write_dataset(tmp_path / "letters", ids, ids, tokenizer=tokenizer)
     write_dataset(tmp_path / "unmarked", ids[1:], ids[1:], bos=None, bos_default=False)
     write_dataset(tmp_path / "brief", ids[:5], ids)
     monkeypatch.chdir(tmp_path)

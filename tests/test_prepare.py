@@ -98,27 +98,30 @@ def test_texts_are_read_as_they_are(tmp_path, data_folder):
         assert dataset.bytes_scale == text.bytes_scale == 1
 
 
-def write_folder(folder):
-    """60 texts in three folders, and files that are not text or are hidden."""
-    for i in range(60):
-        subfolder = folder / f"p{i % 3}"
-        subfolder.mkdir(parents=True, exist_ok=True)
-        (subfolder / f"f{i}.py").write_text(f"# file {i}\n" + TEXT)
-    (folder / "picture.png").write_bytes(b"\x89PNG some more bytes \0\0")
-    (folder / ".git").mkdir()
-    (folder / ".git" / "config").write_text("secret")
-
-
 def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
-    write_folder(tmp_path / "src")
-    train, val = texts_of(prepare_text(tmp_path / "src", "folder"))
-    assert "left out picture.png (not UTF-8: unpack it, " in capsys.readouterr().out
+    """60 texts in three folders, next to files that are not text or are hidden."""
+    source = tmp_path / "src"
+    for i in range(60):
+        (source / f"p{i % 3}").mkdir(parents=True, exist_ok=True)
+        (source / f"p{i % 3}/f{i}.py").write_text(f"# file {i}\n" + TEXT)
+    (source / "picture.png").write_bytes(b"\x89PNG some more bytes \0\0")
+    (source / ".git").mkdir()
+    (source / ".git/config").write_text("secret")
+    hashes = {}
+    for name, val_fraction in {"one": 0.1, "again": 0.1, "other": 0.5, "least": 1e-9}.items():
+        folder = prepare_text(source, name, val_fraction=val_fraction)
+        hashes[name] = data.Dataset(folder).hash
+        assert "left out picture.png (not UTF-8: unpack it, " in capsys.readouterr().out
+    train, val = texts_of("one")
     assert train.count(b"# file") + val.count(b"# file") == 60
     assert 1 <= val.count(b"# file") <= 15
     for left_out in (b"secret", b"PNG"):
         assert left_out not in train + val
     # every document begins with <bos>
     assert train.count(b"\0") == train.count(b"\0# file") == train.count(b"# file")
+    assert hashes["one"] == hashes["again"] != hashes["other"]
+    # at least one file is validation
+    assert texts_of("least")[1].count(b"# file") == 1
 
 
 def test_a_share_of_validation_far_from_the_fraction_is_said(tmp_path, data_folder, capsys):
@@ -186,42 +189,6 @@ NOT_UTF8 = "not UTF-8: unpack it, convert"
 ZEROS = "not UTF-8 text, for it has zero bytes: unpack it, convert"
 
 
-@pytest.mark.parametrize(
-    "content, reason",
-    [
-        (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 80, NOT_UTF8),
-        ("naïve\n".encode("latin-1") * 3000, NOT_UTF8),
-        (TEXT.encode("utf-16"), NOT_UTF8),
-        ("abc".encode("utf-16-le"), ZEROS),
-        (TEXT.encode() + b"\0", ZEROS),
-    ],
-    ids=lambda x: "",
-)
-def test_the_bytes_of_what_is_no_text_are_taken_if_they_are_asked_for(
-    content, reason, tmp_path, data_folder, call
-):
-    file = tmp_path / "src/file.x"
-    file.parent.mkdir()
-    file.write_bytes(content)
-    done = call("data/prepare.py", file, "--name=x")
-    assert_refused(done, f"file.x is {reason}", "or give --tokenizer=bytes for its bytes")
-    for tokenizer in (data.ByteTokenizer(), data.CharTokenizer("a")):
-        with pytest.raises(UserError, match=f"--text=.*file.x is {reason}"):
-            TextFile(file, tokenizer, 257, None)
-    assert_refused(call("data/prepare.py", file, "--name=x", "--tokenizer=bpe"), reason)
-    assert not list(data_folder.iterdir())
-    done = assert_success(call("data/prepare.py", file, "--name=x", "--tokenizer=bytes"))
-    assert done.stderr.startswith("note: 1 of 1 files, such as file.x, are no text: their")
-    train, val = (text[1:] for text in texts_of("x"))
-    assert train + val == content
-    # of a folder a text is left
-    (file.parent / "a.txt").write_text(TEXT)
-    done = assert_success(call("data/prepare.py", file.parent, "--name=y"))
-    assert f"left out file.x ({reason}" in done.stdout
-    done = call("data/prepare.py", file.parent, "--name=z", "--tokenizer=bytes")
-    assert "from 2 documents" in assert_success(done).stdout and "note: 1 of 2" in done.stderr
-
-
 @pytest.mark.parametrize("name", ["stories.txt", "lines.jsonl"])
 def test_text_that_looks_like_a_separator_is_noted(name, tmp_path, data_folder, call):
     story = "Once upon a time.\n<|endoftext|>\n"
@@ -238,6 +205,11 @@ def test_text_that_looks_like_a_separator_is_noted(name, tmp_path, data_folder, 
 @pytest.mark.parametrize(
     "name, content, reason",
     [
+        ("a.png", b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 80, NOT_UTF8),
+        ("a.txt", "naïve\n".encode("latin-1") * 3000, NOT_UTF8),
+        ("a.txt", TEXT.encode("utf-16"), NOT_UTF8),
+        ("a.txt", "abc".encode("utf-16-le"), ZEROS),
+        ("a.txt", TEXT.encode() + b"\0", ZEROS),
         ("a.json", TEXT.encode("latin-1", "replace"), NOT_UTF8),
         ("a.jsonl", b'{"text": "a"}\n{"messages": []}', 'JSON without a "text" in line 2'),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}', 'JSON without a "text" in line 2'),
@@ -250,12 +222,13 @@ def test_text_that_looks_like_a_separator_is_noted(name, tmp_path, data_folder, 
     ],
 )
 def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, call):
-    """A single file is refused, one of a folder is left out by its name."""
+    """A single file is refused, one of a folder is left out; --tokenizer=bytes takes the bytes."""
     folder = tmp_path / "src"
     folder.mkdir()
     (folder / name).write_bytes(content)
-    done = call("data/prepare.py", folder / name, "--name=x", "--tokenizer=char")
-    assert_refused(done, f"{name} is {reason}")
+    for tokenizer in ("char", "bpe"):
+        done = call("data/prepare.py", folder / name, "--name=x", f"--tokenizer={tokenizer}")
+        line = assert_refused(done, f"{name} is {reason}")
     with pytest.raises(UserError, match=re.escape(f"{name} is {reason}")):
         TextFile(folder / name, data.ByteTokenizer(), 257, 256)
     assert not list(data_folder.iterdir())
@@ -265,6 +238,17 @@ def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, c
     assert f"left out {name} ({reason}" in done.stdout and "c.txt" not in done.stdout
     assert "from 1 documents" in done.stdout
     assert data.Dataset("x").tokenizer.characters == "".join(sorted(set(TEXT)))
+
+    done = call("data/prepare.py", folder / name, "--name=y", "--tokenizer=bytes")
+    assert (done.returncode == 0) == ("or give --tokenizer=bytes for its bytes" in line)
+    if "json" in name:
+        assert_refused(done, reason)
+        return
+    assert done.stderr.startswith(f"note: 1 of 1 files, such as {name}, are no text: their")
+    train, val = (text[1:] for text in texts_of("y"))
+    assert train + val == content
+    done = call("data/prepare.py", folder, "--name=z", "--tokenizer=bytes")
+    assert "from 2 documents" in assert_success(done).stdout and "note: 1 of 3" in done.stderr
 
 
 @pytest.mark.parametrize("content", ["", "\n \n", "[]"])
@@ -287,18 +271,6 @@ def test_bpe_learns_from_the_training_text_alone(tmp_path, data_folder):
     assert len(dataset.train) < len(train) / 2
     # no pair of tokens occurs twice any more
     assert tokenizer.vocab_size < 4096
-
-
-def test_the_same_text_gives_the_same_hash(tmp_path, data_folder):
-    write_folder(tmp_path / "src")
-    fractions = {"one": 0.1, "again": 0.1, "other": 0.5, "least": 1e-9}
-    made = {}
-    for name, val_fraction in fractions.items():
-        folder = prepare_text(tmp_path / "src", name, val_fraction=val_fraction)
-        made[name] = data.Dataset(folder)
-    assert made["one"].hash == made["again"].hash != made["other"].hash
-    # at least one file of a folder is validation
-    assert (made["least"].val.tokens[0] == 256).sum() == 1
 
 
 def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
