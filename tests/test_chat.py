@@ -1,20 +1,16 @@
 """Conversations: ids and ends against transformers' AutoTokenizer, and sample.py --chat."""
 
-import json
 import sys
 
 import pytest
 import torch
-from test_hf_tokenizer import HARD_TEXTS, train_byte_level
+import transformers
+from makers import HARD_TEXTS, byte_level, write_tokenizer
 
 import data
 from nanolong import chat
 from nanolong.errors import UserError
 from nanolong.tokenizer_files import read_tokenizer
-
-transformers = pytest.importorskip(
-    "transformers", reason="these need transformers: pip install -r requirements-hf.txt"
-)
 
 SPECIAL = ["<|end_of_text|>", "<|start|>", "<|end|>", "<|user|>"]
 # The template has a token of its own after an answer.
@@ -34,15 +30,14 @@ NAMED = [{"name": "tool_use", "template": "no"}, {"name": "default", "template":
 @pytest.fixture(scope="module", params=[(TURNS, {0, 2}), (NAMED, {0, 2}), (WITH_BOS, {0})])
 def instruct(request, tmp_path_factory):
     """A folder of tokenizer files with a chat template, and the ids that end an answer."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_byte_level("gpt2", 500, SPECIAL).save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": {"__type": "AddedToken", "content": "<|start|>", "special": True},
         "eos_token": "<|end_of_text|>",
         "chat_template": request.param[0],
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, byte_level(SPECIAL), tokenizer_config=settings)
     return folder, request.param[1]
 
 
@@ -77,7 +72,7 @@ def test_what_cannot_be_rendered_is_refused(instruct, monkeypatch):
 @pytest.mark.parametrize("instruct", [(TURNS, {0, 2})], indirect=True)
 def test_the_answer_alone_is_printed_up_to_its_end(call, instruct, make, tmp_path, monkeypatch):
     tokenizer = read_tokenizer(instruct[0])[0]
-    model = make(vocab_size=500, block_size=64)
+    model = make(vocab_size=tokenizer.vocab_size, block_size=64)
     model.meta = {"tokenizer": tokenizer.to_json(), "step": 1}
     model.save(tmp_path / "run" / "step-000001")
     prompts = []

@@ -1,22 +1,16 @@
 """Which tokens start and end a text: against AutoTokenizer and generation_config of transformers.
 
 Each case is a folder of tiny files. Where transformers fills in what no file holds, ours is none:
-KNOWN lists these differences, with the reason. python tests/test_ends.py prints all cases.
+KNOWN lists these differences, with the reason.
 """
 
-import functools
-import json
-import tempfile
 from itertools import product
-from pathlib import Path
 
 import pytest
+import transformers
+from makers import byte_level, write_tokenizer
 
-from data.tokenizer import byte_level_alphabet
 from nanolong import tokenizer_files
-
-tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
 
 SPECIAL = ("<s>", "</s>", "<|other|>", "<|eot|>", "<|begin|>")  # ids 0 to 4
 VOCAB_SIZE = 270  # the model's: tokenizer.json has 261 tokens
@@ -113,20 +107,10 @@ def merge(*files):
 
 def write(folder, files):
     """A byte-level BPE without merges, and the files."""
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *byte_level_alphabet()))}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(list(SPECIAL))
     files = dict(files)
-    first = files.pop("template", None)
-    if first:
-        made.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[first, "$A"], special_tokens=[(first, SPECIAL.index(first))]
-        )
-    made.save(str(folder / "tokenizer.json"))
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
+    made = byte_level(SPECIAL, first=files.pop("template", None))
+    files = {name.removesuffix(".json"): content for name, content in files.items()}
+    write_tokenizer(folder, made, **files)
 
 
 def ours(folder):
@@ -157,20 +141,14 @@ def theirs(folder):
     return dict(zip(FIELDS, (first, bos, sorted(ends), text), strict=True))
 
 
-@functools.cache
-def measured(case):
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), cases()[case])
-        return ours(Path(folder)), theirs(Path(folder))
-
-
 @pytest.mark.parametrize("case", cases(), ids=": ".join)
-def test_starts_and_ends_are_those_of_transformers(case):
-    found, expected = measured(case)
+def test_starts_and_ends_are_those_of_transformers(case, tmp_path):
+    write(tmp_path, cases()[case])
+    found, expected = ours(tmp_path), theirs(tmp_path)
     for field in FIELDS:
-        known = find_known(case, field)
+        known = [KNOWN[part, field] for part in case if (part, field) in KNOWN]
         if known:
-            of_theirs, of_ours, _ = known
+            of_theirs, of_ours, _ = known[0]
             a, b = as_set(found[field]), as_set(expected[field])
             assert b - a <= of_theirs and a - b <= of_ours, field
         else:
@@ -194,24 +172,5 @@ def test_the_line_of_an_import_names_the_file_of_each_token(case, expected, tmp_
     assert ends.describe(tokenizer) == line.format(*expected)
 
 
-def find_known(case, field):
-    return next((KNOWN[part, field] for part in case if (part, field) in KNOWN), None)
-
-
 def as_set(values):
     return {*values} if isinstance(values, list) else {values}
-
-
-def print_cases():
-    print("| names | ids | more | token first | bos | ends | known difference |")
-    print("|---|---|---|---|---|---|---|")
-    for case in cases():
-        found, expected = measured(case)
-        differ = [field for field in FIELDS if found[field] != expected[field]]
-        words = [f"{found[field]}" for field in FIELDS[:3]]
-        reasons = [f"{field} {expected[field]}: {find_known(case, field)[2]}" for field in differ]
-        print(f"| {' | '.join([*case, *words, '; '.join(reasons)])} |")
-
-
-if __name__ == "__main__":
-    print_cases()

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from conftest import ROOT, assert_refused, assert_success, measure_cells
-from test_hf_tokenizer import PADDED_VOCAB_SIZE, import_tokenizer
+from makers import PADDED_VOCAB_SIZE, import_tokenizer
 from test_loss import losses_of
 
 import data

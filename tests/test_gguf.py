@@ -1,228 +1,182 @@
-"""GGUF files in and out: models that the gguf package writes, compared with transformers."""
+"""GGUF files: their tokenizers, and what is refused; test_hub.py compares their logits."""
 
 import math
 import struct
+import unicodedata
+from itertools import pairwise
 
 import gguf
-import interchange
 import numpy as np
 import pytest
-import torch
+import regex
+import tokenizers
 from conftest import assert_refused
-from interchange import LENGTH, imported, make_theirs, our_logits
-from test_gguf_tokenizer import train
-from test_hf_tokenizer import train_sentencepiece
+from interchange import imported
+from makers import (
+    DIGITS,
+    HARD_TEXT,
+    SHAPE,
+    byte_characters,
+    gguf_vocabulary,
+    metadata,
+    train,
+    with_vocabulary,
+    write_gguf,
+    write_tokenizer,
+)
 
 from data.tokenizer import tokenizer_from_json
 from nanolong.errors import UserError
 from nanolong.hub.gguf_model import read_gguf
-
-F32 = gguf.GGMLQuantizationType.F32
-TOKENS = torch.arange(140)[None] * 37 % interchange.VOCAB_SIZE
+from nanolong.hub.gguf_tokenizer import PRE_TOKENIZERS, read_tokenizer
 
 # -----------------------------------------------------------------------------
-# transformers' models, written as llama.cpp's converter writes them
+# Tokenizers, compared with llama.cpp's patterns and plain byte-pair merging
 
-# Rows are multiples of 32, of which Q8_0 makes blocks.
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": LENGTH,
-    "tie_word_embeddings": True,
-}
-HALF = {"original_max_position_embeddings": LENGTH // 2}
-LINEAR = {"rope_type": "linear", "factor": 2.0}
-YARN = {"rope_type": "yarn", "factor": 2.0, **HALF}
-YARN_OPTIONS = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
-LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
-# name -> model_type, quantisation, RoPE, and what its config has other than SHAPE
-MODELS = {
-    "llama": ("llama", "F32", {}, {}),
-    "llama-f16-no-gqa": ("llama", "F16", {}, {"num_key_value_heads": 4}),
-    "llama-q8-linear": ("llama", "Q8_0", LINEAR, {}),
-    "llama-yarn": ("llama", "Q8_0", YARN, {}),
-    "llama-llama3": ("llama", "F32", LLAMA3, {"max_position_embeddings": 1 << 16}),
-    "mistral-window": ("mistral", "BF16", {}, {"sliding_window": 21}),
-    "qwen2": ("qwen2", "F32", {}, {}),
-    "qwen2-q4-yarn": ("qwen2", "Q4_1", YARN_OPTIONS, {}),
-    "qwen3-q8-wide-heads": ("qwen3", "Q8_0", {}, {"head_dim": 128, "tie_word_embeddings": False}),
-    "ernie4_5": ("ernie4_5", "Q8_0", LINEAR, {}),
-    "smollm3": ("smollm3", "Q5_0", {}, {"num_hidden_layers": 6, "no_rope_layers": None}),
+# As llama.cpp has them (src/llama-vocab.cpp): each one splits the pieces of the one before, and
+# what it does not match stays a piece.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+LLAMA3 = (
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA_CPP = {
+    "gpt-2": [GPT2],
+    "smollm": [r"\p{N}", GPT2],
+    "llama-bpe": [LLAMA3],
+    "qwen2": [LLAMA3.replace("{1,3}", "")],
 }
 
 
-def interleaved(tensor, n_heads):
-    """The rows of q or k as llama.cpp's converter orders them: LlamaModel.permute()."""
-    parts = tensor.reshape(n_heads, 2, tensor.shape[0] // n_heads // 2, *tensor.shape[1:])
-    return parts.swapaxes(1, 2).reshape(tensor.shape).contiguous()
+def split(text, patterns):
+    pieces = [text]
+    for pattern in patterns:
+        finer = []
+        for piece in pieces:
+            end = 0
+            for match in regex.finditer(pattern, piece):
+                finer += [piece[end : match.start()], match[0]]
+                end = match.end()
+            finer.append(piece[end:])
+        pieces = [piece for piece in finer if piece]
+    return pieces
 
 
-def write_metadata(writer, c):
-    """What llama.cpp's converter writes of a config."""
-    writer.add_type("model")
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.num_hidden_layers)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    if writer.arch in ("llama", "smollm3"):
-        writer.add_rope_dimension_count(c.head_dim)
-    if c.model_type == "mistral" and c.sliding_window:
-        writer.add_sliding_window(c.sliding_window)
-    rope = c.rope_parameters
-    rope_type = rope["rope_type"]
-    if rope_type in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope_type))
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope_type == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if rope_type == "yarn" and "beta_fast" in rope:
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-        writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+def encode_by_merges(text, metadata):
+    """Encode a text without special tokens: split it, then merge the pair of the earliest merge."""
+    name = metadata["tokenizer.ggml.pre"]
+    ids = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = metadata["tokenizer.ggml.merges"]
+    rank = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}
+    characters = byte_characters()
+    if name == "qwen2":
+        text = unicodedata.normalize("NFC", text)
+    encoded = []
+    for piece in split(text, LLAMA_CPP[name]):
+        tokens = [characters[byte] for byte in piece.encode()]
+        if name == "llama-bpe" and "".join(tokens) in ids:
+            tokens = ["".join(tokens)]
+        while True:
+            pairs = [(rank[pair], i) for i, pair in enumerate(pairwise(tokens)) if pair in rank]
+            if not pairs:
+                break
+            _, i = min(pairs)
+            tokens[i : i + 2] = ["".join(tokens[i : i + 2])]
+        encoded += [ids[token] for token in tokens]
+    return encoded
 
 
-def write_model(file, name="llama", edit=None):
-    """Write one of MODELS, and return transformers' model of the weights that the file has.
-
-    edit: a function that changes (writer, tensors by their names in the file) before they are
-    written.
-    """
-    model_type, quantisation, rope, changes = MODELS[name]
-    arch = "llama" if model_type == "mistral" else model_type
-    rope = {"rope_type": "default", "rope_theta": 1e4, **rope}
-    options = {**SHAPE, "rope_parameters": rope, **changes}
-    theirs = make_theirs(model_type, "default", len(name), **options)
-    c = theirs.config
-    writer = gguf.GGUFWriter(file, arch)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.num_hidden_layers)
-    write_metadata(writer, c)
-    tensors = {}
-    for hf_name, p in theirs.named_parameters():
-        kind = gguf.GGMLQuantizationType[quantisation if p.dim() == 2 else "F32"]
-        rows = torch.arange(len(p))
-        is_query = hf_name.split(".")[-2] in ("q_proj", "k_proj")
-        if is_query and arch in ("llama", "smollm3"):
-            rows = interleaved(rows, len(p) // c.head_dim)
-        data = gguf.quants.quantize(p[rows].numpy(), kind)
-        p[rows] = torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
-        tensors[names.get_name(hf_name, (".weight", ".bias"))] = (data, kind)
-    if rope["rope_type"] == "llama3":  # what divides RoPE's frequencies
-        plain = rope["rope_theta"] ** -(torch.arange(0, c.head_dim, 2) / c.head_dim)
-        table = plain / theirs.model.rotary_emb.inv_freq
-        tensors["rope_freqs.weight"] = (table.numpy(), F32)
-    if edit:
-        edit(writer, tensors)
-    for tensor_name, (data, kind) in tensors.items():
-        writer.add_tensor(tensor_name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return theirs
+def read(name, **changes):
+    """What is made of a vocabulary's metadata; changes: keys of tokenizer.ggml, None: absent."""
+    changed = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    metadata = {key: x for key, x in (gguf_vocabulary(name) | changed).items() if x is not None}
+    n_tokens = len(gguf_vocabulary(name)["tokenizer.ggml.tokens"])
+    return metadata, *read_tokenizer("model.gguf", metadata, n_tokens)
 
 
-def metadata(values):
-    """A function for edit: add or replace metadata; of a key given as None there is none."""
-
-    def edit(writer, tensors):
-        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-        kinds |= {str: writer.add_string, list: writer.add_array}
-        for key, value in values.items():
-            writer.kv_data[0].pop(key, None)
-            if value is not None:
-                kinds[type(value)](key, value)
-
-    return edit
+def package_of(tokenizer):
+    """The library's tokenizer from the text that is made of a GGUF's metadata."""
+    return tokenizers.Tokenizer.from_str(tokenizer.text)
 
 
-# -----------------------------------------------------------------------------
-# Import
+@pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "without a byte"])
+def test_text_is_encoded_as_llama_cpp_splits_and_merges_it(name):
+    """The vocabulary may lack bytes: SmolLM2's has 235 single ones."""
+    changes = {}
+    if name == "without a byte":
+        name = "smollm"
+        missing = gguf_vocabulary(name)["tokenizer.ggml.tokens"].index(byte_characters()[0xFE])
+        for key in ("tokens", "token_type"):
+            values = gguf_vocabulary(name)[f"tokenizer.ggml.{key}"]
+            changes[key] = values[:missing] + values[missing + 1 :]
+    metadata, ours, _, note = read(name, **changes)
+    text = HARD_TEXT + DIGITS
+    ids = package_of(ours).encode(text, add_special_tokens=False).ids
+    assert ids == encode_by_merges(text, metadata) and note == ""
+    expected = unicodedata.normalize("NFC", text) if name == "qwen2" else text
+    assert package_of(ours).decode(ids) == expected
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_agree_with_transformers(name, tmp_path):
-    """Of the same dequantised weights, beyond the original context length; and written again."""
-    theirs = write_model(tmp_path / "model.gguf", name)
-    expected = theirs(TOKENS).logits
-    assert expected.abs().max() > 0.5
-    # known by its first bytes: ollama's have no suffix
-    (tmp_path / "model.gguf").rename(tmp_path / "model")
-    model, _ = imported(tmp_path / "model", tmp_path)
-    assert (our_logits(model, TOKENS) - expected).abs().max() < 1e-5
+def test_special_tokens_keep_their_ids():
+    tokenizer = package_of(read("smollm")[1])
+    ids = tokenizer.encode("<|im_start|>a<think>b<|im_end|>").ids
+    assert (ids[0], ids[2], ids[-1]) == (1, 3, 2)
+    added = tokenizer.get_added_tokens_decoder()
+    assert {i: token.special for i, token in added.items()} == {0: True, 1: True, 2: True, 3: False}
+    assert tokenizer.decode(ids) == "a<think>b"
 
 
 @pytest.mark.parametrize(
-    "scaling, options",
+    "name, given, first", [("llama-bpe", None, 1), ("qwen2", None, None), ("qwen2", True, 1)]
+)
+def test_bos_starts_a_text_where_the_file_says_so(name, given, first):
+    _, ours, ends, _ = read(name, add_bos_token=given)
+    assert ends.bos == first
+    assert (package_of(ours).encode("a").ids[0] == 1) == (first == 1)
+
+
+@pytest.mark.parametrize("key, value", [("pre", "tekken"), ("model", "llama")])
+def test_another_tokenizer_is_not_read(key, value):
+    _, tokenizer, _, note = read("gpt-2", **{key: value})
+    assert tokenizer is None and f"'{value}'" in note
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
     [
-        ({}, {}),
-        ({"attn_factor": 2.0}, {"attention_factor": 2 * (0.1 * math.log(4) + 1)}),
-        (
-            {"yarn_ext_factor": -1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 16.0},
-            {"beta_fast": 16.0},
-        ),
+        ("merges", None, "tokenizer.ggml.merges"),
+        ("tokens", ["a", "b"], "out of range"),
+        ("merges", ["a \u4e2d"], "vocabulary"),
+        ("bos_token_id", 1 << 20, "list index out of range"),
     ],
 )
-def test_yarn_is_read_as_llama_cpp_reads_it(scaling, options, tmp_path):
-    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 16, **scaling}
-    file = tmp_path / "model.gguf"
-    write_model(file, edit=metadata({f"llama.rope.scaling.{key}": x for key, x in scaling.items()}))
-    config = imported(file, tmp_path)[0].config
-    assert (config.original_length, config.block_size) == (16, 64)
-    assert config.extension["method"] == "yarn"
-    assert config.extension["options"] == pytest.approx(options)
-
-
-# -----------------------------------------------------------------------------
-# Tokenizers
+def test_a_damaged_tokenizer_is_refused(key, value, message):
+    with pytest.raises(UserError, match="damaged tokenizer") as error:
+        read("gpt-2", **{key: value})
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_sentencepiece_file_takes_the_tokenizer_of_a_folder(tmp_path, call):
-    trained = train_sentencepiece("llama2")
-    (tmp_path / "tok").mkdir()
-    trained.save(str(tmp_path / "tok/tokenizer.json"))
-    size = trained.get_vocab_size()
-    tokens = [trained.id_to_token(i) for i in range(size)]
+    trained = train("llama2")
+    write_tokenizer(tmp_path / "tok", trained)
+    tokens = [trained.id_to_token(i) for i in range(trained.get_vocab_size())]
+    values = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens}
+    values |= {"tokenizer.ggml.bos_token_id": 1}
     file = tmp_path / "model.gguf"
-
-    def edit(writer, tensors):
-        table = torch.randn(size, SHAPE["hidden_size"])
-        tensors["token_embd.weight"] = (table.numpy(), F32)
-        values = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens}
-        values |= {"llama.vocab_size": size, "tokenizer.ggml.bos_token_id": 1}
-        metadata(values)(writer, tensors)
-
-    write_model(file, edit=edit)
+    write_gguf(file, edit=with_vocabulary(values))
     model, _ = imported(file, tmp_path, tokenizer=str(tmp_path / "tok"))
     tokenizer = tokenizer_from_json(model.meta["tokenizer"])
     assert tokenizer.encode("a b") == trained.encode("a b", add_special_tokens=False).ids
     assert model.meta["bos"] == 1  # llama.cpp's default for this kind
     tokens[500], tokens[501] = tokens[501], tokens[500]
-    file.unlink()
-    write_model(file, edit=edit)
+    write_gguf(file, edit=with_vocabulary(values))
     done = call("hf.py", "import", file, tmp_path / "other", f"--tokenizer={tmp_path / 'tok'}")
     assert_refused(done, "the tokenizer of another model: token 500 is")
 
 
 def test_an_imported_file_continues_a_text(tmp_path, call):
-    values = train("qwen2")
-    size = len(values["tokenizer.ggml.tokens"])
-
-    def edit(writer, tensors):
-        tensors["token_embd.weight"] = (torch.randn(size, SHAPE["hidden_size"]).numpy(), F32)
-        metadata({**values, "llama.vocab_size": size})(writer, tensors)
-
-    write_model(tmp_path / "model.gguf", edit=edit)
+    write_gguf(tmp_path / "model.gguf", edit=with_vocabulary(gguf_vocabulary("qwen2")))
     model, text = imported(tmp_path / "model.gguf", tmp_path)
     assert "note" not in text
     words = ["--start=ab", "--max_new_tokens=3", "--device=cpu"]
@@ -256,47 +210,6 @@ def with_place(place):
     return edit
 
 
-HUGE = struct.pack("<Q", 1 << 60)
-# what is done to the bytes of a whole file, and a part of the message
-DAMAGED = {
-    "no GGUF": (lambda data: b"PK" + data[2:], "does not begin as a GGUF file"),
-    "a huge list": (with_key("x", 9, struct.pack("<I", 0) + HUGE), "cannot be used"),
-    "text that is no UTF-8": (with_key("x", 8, struct.pack("<Q", 1) + b"\xff"), "utf-8"),
-    "a tensor of a huge size": (with_place((1 << 40, 1 << 40, 0, 0)), "cannot be used"),
-    "a tensor beyond the end": (with_place((64, 64, 0, 1 << 50)), "before its tensors do"),
-    "rows of no whole blocks": (with_place((48, 64, 8, 0)), "of type Q8_0"),
-}
-
-
-@pytest.fixture(scope="module")
-def whole_file(tmp_path_factory):
-    file = tmp_path_factory.mktemp("whole") / "model.gguf"
-    write_model(file)
-    return file.read_bytes()
-
-
-def check_refused(call, phrase, folder):
-    done = call("hf.py", "import", folder / "model.gguf", folder / "run")
-    assert_refused(done, phrase)
-    assert [file.name for file in folder.iterdir()] == ["model.gguf"]
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_refused(name, whole_file, tmp_path, call):
-    damage, message = DAMAGED[name]
-    (tmp_path / "model.gguf").write_bytes(damage(whole_file))
-    check_refused(call, message, tmp_path)
-
-
-def test_a_file_may_end_anywhere(whole_file, tmp_path):
-    """Cut at many places: always one sentence."""
-    file = tmp_path / "model.gguf"
-    for end in [*range(0, 3000, 37), *range(3000, len(whole_file), 9973), len(whole_file) - 40]:
-        file.write_bytes(whole_file[:end])
-        with pytest.raises(UserError, match="cannot be used"):
-            read_gguf(file)
-
-
 def with_tensor(name, data, kind="F32"):
     """A function for edit: replace a tensor."""
     return lambda writer, tensors: tensors.update({name: (data, gguf.GGMLQuantizationType[kind])})
@@ -306,10 +219,18 @@ def without_tensor(name):
     return lambda writer, tensors: tensors.pop(name)
 
 
+HUGE = struct.pack("<Q", 1 << 60)
 UP, K = "blk.1.ffn_up.weight", "blk.0.attn_k.weight"
 NOT_FINITE = np.full((SHAPE["intermediate_size"], SHAPE["hidden_size"]), math.nan, np.float32)
-# one of MODELS, what is done to it, and a part of the message
-UNSUITABLE = [
+# one of GGUFS, what is done to it, or "" and what is done to the bytes of a whole file, and a part
+# of the message
+REFUSED = [
+    ("", lambda data: b"PK" + data[2:], "does not begin as a GGUF file"),
+    ("", with_key("x", 9, struct.pack("<I", 0) + HUGE), "cannot be used"),  # a huge list
+    ("", with_key("x", 8, struct.pack("<Q", 1) + b"\xff"), "utf-8"),
+    ("", with_place((1 << 40, 1 << 40, 0, 0)), "cannot be used"),  # a tensor of a huge size
+    ("", with_place((64, 64, 0, 1 << 50)), "before its tensors do"),
+    ("", with_place((48, 64, 8, 0)), "of type Q8_0"),  # rows of no whole blocks
     ("llama", metadata({"general.architecture": "gemma"}), "not one of: llama, qwen2"),
     ("llama", metadata({"general.type": "adapter"}), "is no model but an adapter (LoRA), which"),
     ("llama", metadata({"general.architecture": "clip"}), "is no model but an mmproj, the half"),
@@ -332,8 +253,23 @@ UNSUITABLE = [
 
 
 @pytest.mark.parametrize(
-    "name, edit, message", UNSUITABLE, ids=lambda x: x if isinstance(x, str) else ""
+    "name, edit, message", REFUSED, ids=lambda x: x if isinstance(x, str) else "."
 )
-def test_a_model_without_an_equivalent_is_refused(name, edit, message, tmp_path, call):
-    write_model(tmp_path / "model.gguf", name, edit=edit)
-    check_refused(call, message, tmp_path)
+def test_a_file_is_refused(name, edit, message, tmp_path, call):
+    file = tmp_path / "model.gguf"
+    write_gguf(file, name or "llama", edit if name else None)
+    if not name:
+        file.write_bytes(edit(file.read_bytes()))
+    assert_refused(call("hf.py", "import", file, tmp_path / "run"), message)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_may_end_anywhere(tmp_path):
+    """Cut at many places: always one sentence."""
+    file = tmp_path / "model.gguf"
+    write_gguf(file)
+    whole = file.read_bytes()
+    for end in [*range(0, 3000, 37), *range(3000, len(whole), 9973), len(whole) - 40]:
+        file.write_bytes(whole[:end])
+        with pytest.raises(UserError, match="cannot be used"):
+            read_gguf(file)

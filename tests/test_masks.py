@@ -146,18 +146,16 @@ def test_documents_may_have_no_bos_and_another_vocabulary(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_prepare_makes_a_dataset_that_trains(call, tmp_path, monkeypatch):
+def test_prepare_makes_a_dataset_of_tasks(call, tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "HERE", tmp_path)
     words = ["--task=niah:1,nth:0.5", "--length=64", "--documents=40"]
     done = assert_success(call("data/prepare.py", *words))
     assert "40 train documents of" in done.stdout and "4 val documents of" in done.stdout
     assert done.stdout.endswith("train on it with python train.py --dataset=niah-nth\n")
     assert_refused(call("data/prepare.py", *words), "exists already")
-    assert_success(call("data/prepare.py", *words, "--name=more", "--bos=false"))
-    run = tmp_path / "run"
-    done = call("train.py", *TINY, "--block_size=64", "--dataset=niah-nth", f"--out_dir={run}")
-    assert "validation on 4 of 4 sequences of 64 tokens" in assert_success(done).stdout
-    assert "split" not in done.stdout
+    # no document is split
+    (line,) = data.Dataset("niah-nth").describe(64, 64, 8, 64)
+    assert "validation on 4 of 4 sequences of 64 tokens" in line
 
 
 # -----------------------------------------------------------------------------

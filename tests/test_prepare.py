@@ -1,6 +1,5 @@
 """data/prepare.py and data/texts.py: from text to a dataset."""
 
-import gzip
 import hashlib
 import io
 import json
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, assert_refused, assert_success, content, run_python, wait_for
+from makers import byte_level, write_tokenizer
 
 import data
 from data import texts
@@ -54,6 +54,20 @@ def encode_document(*arguments):
 """
 
 
+def texts_of(name):
+    """The training and the validation text of a dataset of bytes, with <bos> as a null byte."""
+    dataset = data.Dataset(name)
+    tokens = (np.asarray(split.tokens[0]) for split in (dataset.train, dataset.val))
+    return [bytes(np.where(ids == 256, 0, ids).astype(np.uint8)) for ids in tokens]
+
+
+def documents_of(dataset, split):
+    """The documents of a split, decoded."""
+    tokens = split.tokens[0]
+    places = data.find_documents(tokens, dataset.separator)
+    return [dataset.tokenizer.decode(tokens[start:stop].tolist()) for start, stop in places]
+
+
 @pytest.fixture
 def clone(tmp_path):
     """A clone of the repository without datasets, as far as prepare.py needs it."""
@@ -84,32 +98,30 @@ def test_texts_are_read_as_they_are(tmp_path, data_folder):
         assert dataset.bytes_scale == text.bytes_scale == 1
 
 
-def write_folder(folder):
-    """60 texts in three folders, and files that are not text or are hidden."""
-    for i in range(60):
-        subfolder = folder / f"p{i % 3}"
-        subfolder.mkdir(parents=True, exist_ok=True)
-        (subfolder / f"f{i}.py").write_text(f"# file {i}\n" + TEXT)
-    (folder / "picture.png").write_bytes(b"\x89PNG some more bytes \0\0")
-    (folder / ".git").mkdir()
-    (folder / ".git" / "config").write_text("secret")
-
-
 def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
-    write_folder(tmp_path / "src")
-    dataset = data.Dataset(prepare_text(tmp_path / "src", "folder"))
-    printed = capsys.readouterr().out
-    assert "left out picture.png (not UTF-8: unpack it, " in printed
-    train, val = (
-        bytes(token for token in split.tokens[0].tolist() if token < 256)
-        for split in (dataset.train, dataset.val)
-    )
+    """60 texts in three folders, next to files that are not text or are hidden."""
+    source = tmp_path / "src"
+    for i in range(60):
+        (source / f"p{i % 3}").mkdir(parents=True, exist_ok=True)
+        (source / f"p{i % 3}/f{i}.py").write_text(f"# file {i}\n" + TEXT)
+    (source / "picture.png").write_bytes(b"\x89PNG some more bytes \0\0")
+    (source / ".git").mkdir()
+    (source / ".git/config").write_text("secret")
+    hashes = {}
+    for name, val_fraction in {"one": 0.1, "again": 0.1, "other": 0.5, "least": 1e-9}.items():
+        folder = prepare_text(source, name, val_fraction=val_fraction)
+        hashes[name] = data.Dataset(folder).hash
+        assert "left out picture.png (not UTF-8: unpack it, " in capsys.readouterr().out
+    train, val = texts_of("one")
     assert train.count(b"# file") + val.count(b"# file") == 60
     assert 1 <= val.count(b"# file") <= 15
     for left_out in (b"secret", b"PNG"):
         assert left_out not in train + val
     # every document begins with <bos>
-    assert (dataset.train.tokens[0] == 256).sum() == train.count(b"# file")
+    assert train.count(b"\0") == train.count(b"\0# file") == train.count(b"# file")
+    assert hashes["one"] == hashes["again"] != hashes["other"]
+    # at least one file is validation
+    assert texts_of("least")[1].count(b"# file") == 1
 
 
 def test_a_share_of_validation_far_from_the_fraction_is_said(tmp_path, data_folder, capsys):
@@ -126,53 +138,18 @@ def test_a_share_of_validation_far_from_the_fraction_is_said(tmp_path, data_fold
         assert (note in printed.err) == noted, printed
 
 
-def split_of(folder, name, **options):
-    """The training and the validation text of a folder, as bytes with <bos> as a null byte."""
-    dataset = data.Dataset(prepare_text(folder, name, **options))
-    tokens = (np.asarray(split.tokens[0]) for split in (dataset.train, dataset.val))
-    return [bytes(np.where(ids == 256, 0, ids).astype(np.uint8)) for ids in tokens]
-
-
 def test_of_few_files_the_last_tenth_of_each_is_validation(tmp_path, data_folder, capsys):
     """A novel, code and a table: one of them would say nothing about the others."""
     (tmp_path / "src").mkdir()
     sizes = {"code.py": 5000, "novel.txt": 2900, "table.csv": 2000}
     for name, size in sizes.items():
         (tmp_path / "src" / name).write_bytes(name[:1].encode() * size)
-    train, val = split_of(tmp_path / "src", "few")
+    train, val = texts_of(prepare_text(tmp_path / "src", "few"))
     for name, size in sizes.items():
         assert train.count(name[:1].encode()) == size * 9 // 10
         assert val.count(name[:1].encode()) == size // 10
     assert train.count(b"\0") == val.count(b"\0") == 3
     assert "(10.0%, the last 10% of each document) from 3 doc" in capsys.readouterr().out
-
-
-def test_documents_end_with_eos_if_it_is_not_what_starts_them(tmp_path, data_folder):
-    settings = {"bos_token": "<s>", "eos_token": "</s>"}
-    lines = [json.dumps({"text": f"text {i}"}) for i in range(100)]
-    (tmp_path / "t.jsonl").write_text("\n".join(lines))
-    for name, eos in (("two", "</s>"), ("one", "<s>")):
-        files = settings | {"eos_token": eos}
-        theirs = write_tokenizer_json(tmp_path / name, ["<s>", "</s>"], files)
-        tokenizer = find_tokenizer(str(tmp_path / name))
-        dataset = data.Dataset(prepare_text(tmp_path / "t.jsonl", name, tokenizer=tokenizer))
-        found = [token for split in (dataset.train, dataset.val) for token in split.tokens[0]]
-        documents = "".join(map(theirs.id_to_token, map(int, found))).split("<s>")[1:]
-        end = "</s>" if eos == "</s>" else ""
-        assert sorted(documents) == sorted(f"textĠ{i}{end}" for i in range(100))
-        meta = json.loads((data_folder / name / "meta.json").read_text())
-        assert (meta["bos"], meta["bos_default"]) == (0, False)
-        assert meta["tokenizer"]["ends"] == [theirs.token_to_id(eos)]
-
-
-def test_a_dataset_has_bos_by_default_if_its_tokenizer_puts_it_first(tmp_path, data_folder):
-    (tmp_path / "t.txt").write_text(TEXT)
-    for adds_bos in (True, False):
-        name = f"set-{adds_bos}"
-        settings = {"bos_token": "<s>", "add_bos_token": adds_bos}
-        write_tokenizer_json(tmp_path / name, ["<s>"], settings)
-        prepare_text(tmp_path / "t.txt", name, tokenizer=find_tokenizer(str(tmp_path / name)))
-        assert data.Dataset(name).bos == (0 if adds_bos else None)
 
 
 def write_rows(file, rows):
@@ -198,70 +175,18 @@ def test_each_row_of_a_file_of_json_is_a_document(name, tmp_path, data_folder, c
     file = write_rows(tmp_path / name, rows)
     for tokenizer in ("bytes", "char"):
         dataset = data.Dataset(prepare_text(file, tokenizer, tokenizer=tokenizer))
-        found = []
-        for split in (dataset.train, dataset.val):
-            for start, stop in data.find_documents(split.tokens[0], dataset.separator):
-                found.append(dataset.tokenizer.decode(split.tokens[0][start:stop].tolist()))
-        assert sorted(found) == sorted(text.encode() for text in expected)
-        assert 15 < len(data.find_documents(dataset.val.tokens[0], dataset.separator)) < 45
+        train, val = (documents_of(dataset, split) for split in (dataset.train, dataset.val))
+        assert sorted(train + val) == sorted(text.encode() for text in expected)
+        assert 15 < len(val) < 45
         for bos in (dataset.separator, None):
             text = TextFile(file, dataset.tokenizer, dataset.vocab_size, bos)
-            ids = text.val.tokens[0]
-            found = [
-                dataset.tokenizer.decode(ids[start:stop].tolist()).decode()
-                for start, stop in data.find_documents(ids, dataset.separator)
-            ]
-            assert found == expected and text.bytes_scale == 1
+            assert documents_of(dataset, text.val) == [text.encode() for text in expected]
+            assert text.bytes_scale == 1
     assert "whole documents) from 300 documents" in capsys.readouterr().out
 
 
-# how files that are no text begin
-BINARY = {
-    "parquet": b"PAR1",
-    "arrow": b"ARROW1\0\0",
-    "npy": b"\x93NUMPY\1\0v\0{'descr': '<u2'}",
-    "safetensors": b"\x40\0\0\0\0\0\0\0{}",
-    "pdf": b"%PDF-1.7\n%\xe2\xe3\n",
-    "png": b"\x89PNG\r\n\x1a\n",
-    "sqlite": b"SQLite format 3\0",
-    "latin": "naïve\n".encode("latin-1") * 3000,
-    "zeros": TEXT.encode() + b"\0",
-}
-
-
-@pytest.mark.parametrize("kind", BINARY)
-def test_the_bytes_of_what_is_no_text_are_taken_if_they_are_asked_for(
-    kind, tmp_path, data_folder, call, rng
-):
-    noise = b"" if kind in ("latin", "zeros") else rng.bytes(20_000)
-    content = BINARY[kind] + noise
-    file = tmp_path / "src" / f"file.{kind}"
-    file.parent.mkdir()
-    file.write_bytes(content)
-    reason = "not UTF-8"
-    done = call("data/prepare.py", file, "--name=x")
-    assert_refused(done, f"file.{kind} is {reason}", "or give --tokenizer=bytes for its bytes")
-    for tokenizer in (data.ByteTokenizer(), data.CharTokenizer("a")):
-        with pytest.raises(UserError, match=f"--text=.*{kind} is {reason}"):
-            TextFile(file, tokenizer, 257, None)
-    assert_refused(call("data/prepare.py", file, "--name=x", "--tokenizer=bpe"), reason)
-    assert not list(data_folder.iterdir())
-    done = assert_success(call("data/prepare.py", file, "--name=x", "--tokenizer=bytes"))
-    assert done.stderr.startswith(f"note: 1 of 1 files, such as file.{kind}, are no text: their")
-    train, val = split_of_bytes("x")
-    assert train + val == content
-    # of a folder a text is left
-    (file.parent / "a.txt").write_text(TEXT)
-    done = assert_success(call("data/prepare.py", file.parent, "--name=y"))
-    assert f"left out file.{kind} ({reason}" in done.stdout
-    done = call("data/prepare.py", file.parent, "--name=z", "--tokenizer=bytes")
-    assert "from 2 documents" in assert_success(done).stdout and "note: 1 of 2" in done.stderr
-
-
-def split_of_bytes(name):
-    """The training and the validation text of a dataset of one document of bytes."""
-    dataset = data.Dataset(name)
-    return [bytes(split.tokens[0][1:].tolist()) for split in (dataset.train, dataset.val)]
+NOT_UTF8 = "not UTF-8: unpack it, convert"
+ZEROS = "not UTF-8 text, for it has zero bytes: unpack it, convert"
 
 
 @pytest.mark.parametrize("name", ["stories.txt", "lines.jsonl"])
@@ -280,15 +205,12 @@ def test_text_that_looks_like_a_separator_is_noted(name, tmp_path, data_folder, 
 @pytest.mark.parametrize(
     "name, content, reason",
     [
-        ("a.txt", gzip.compress(TEXT.encode(), mtime=0), "not UTF-8: unpack it, convert"),
-        ("a.txt", TEXT.encode("utf-16"), "not UTF-8: unpack it, convert"),
-        (
-            "a.txt",
-            "abc".encode("utf-16-le"),
-            "not UTF-8 text, for it has zero bytes: unpack it, convert",
-        ),
-        ("a.txt", TEXT.encode("latin-1", "replace"), "not UTF-8: unpack it, convert"),
-        ("a.json", TEXT.encode("latin-1", "replace"), "not UTF-8: unpack it, convert"),
+        ("a.png", b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 80, NOT_UTF8),
+        ("a.txt", "naïve\n".encode("latin-1") * 3000, NOT_UTF8),
+        ("a.txt", TEXT.encode("utf-16"), NOT_UTF8),
+        ("a.txt", "abc".encode("utf-16-le"), ZEROS),
+        ("a.txt", TEXT.encode() + b"\0", ZEROS),
+        ("a.json", TEXT.encode("latin-1", "replace"), NOT_UTF8),
         ("a.jsonl", b'{"text": "a"}\n{"messages": []}', 'JSON without a "text" in line 2'),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}', 'JSON without a "text" in line 2'),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": "', "no JSON in line 3"),
@@ -300,12 +222,13 @@ def test_text_that_looks_like_a_separator_is_noted(name, tmp_path, data_folder, 
     ],
 )
 def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, call):
-    """A single file is refused, one of a folder is left out by its name."""
+    """A single file is refused, one of a folder is left out; --tokenizer=bytes takes the bytes."""
     folder = tmp_path / "src"
     folder.mkdir()
     (folder / name).write_bytes(content)
-    done = call("data/prepare.py", folder / name, "--name=x", "--tokenizer=char")
-    assert_refused(done, f"{name} is {reason}")
+    for tokenizer in ("char", "bpe"):
+        done = call("data/prepare.py", folder / name, "--name=x", f"--tokenizer={tokenizer}")
+        line = assert_refused(done, f"{name} is {reason}")
     with pytest.raises(UserError, match=re.escape(f"{name} is {reason}")):
         TextFile(folder / name, data.ByteTokenizer(), 257, 256)
     assert not list(data_folder.iterdir())
@@ -315,6 +238,17 @@ def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, c
     assert f"left out {name} ({reason}" in done.stdout and "c.txt" not in done.stdout
     assert "from 1 documents" in done.stdout
     assert data.Dataset("x").tokenizer.characters == "".join(sorted(set(TEXT)))
+
+    done = call("data/prepare.py", folder / name, "--name=y", "--tokenizer=bytes")
+    assert (done.returncode == 0) == ("or give --tokenizer=bytes for its bytes" in line)
+    if "json" in name:
+        assert_refused(done, reason)
+        return
+    assert done.stderr.startswith(f"note: 1 of 1 files, such as {name}, are no text: their")
+    train, val = (text[1:] for text in texts_of("y"))
+    assert train + val == content
+    done = call("data/prepare.py", folder, "--name=z", "--tokenizer=bytes")
+    assert "from 2 documents" in assert_success(done).stdout and "note: 1 of 3" in done.stderr
 
 
 @pytest.mark.parametrize("content", ["", "\n \n", "[]"])
@@ -339,18 +273,6 @@ def test_bpe_learns_from_the_training_text_alone(tmp_path, data_folder):
     assert tokenizer.vocab_size < 4096
 
 
-def test_the_same_text_gives_the_same_hash(tmp_path, data_folder):
-    write_folder(tmp_path / "src")
-    fractions = {"one": 0.1, "again": 0.1, "other": 0.5, "least": 1e-9}
-    made = {}
-    for name, val_fraction in fractions.items():
-        folder = prepare_text(tmp_path / "src", name, val_fraction=val_fraction)
-        made[name] = data.Dataset(folder)
-    assert made["one"].hash == made["again"].hash != made["other"].hash
-    # at least one file of a folder is validation
-    assert (made["least"].val.tokens[0] == 256).sum() == 1
-
-
 def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
     meta = {"tokenizer": data.CharTokenizer("abc").to_json(), "bos": None}
     monkeypatch.setattr("nanolong.run.find_checkpoint", lambda path: Path(path))
@@ -364,45 +286,47 @@ def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
         find_tokenizer(str(tmp_path))
 
 
-def write_tokenizer_json(folder, special, settings=None):
-    """Byte-level BPE of 260 tokens and more, by the tokenizers package itself."""
-    from test_hf_tokenizer import train_byte_level  # it skips without tokenizers
-
-    made = train_byte_level("gpt2", 260, special)
-    folder.mkdir()
-    made.save(str(folder / "tokenizer.json"))
-    if settings is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return made
-
-
 @pytest.mark.parametrize(
-    "special, settings, bos",
+    "special, settings, start, end",
     [
-        (["<pad>", "<|endoftext|>"], None, 1),
-        (["<pad>", "<s>"], {"bos_token": "<s>", "chat_template": "é"}, 1),
-        (["<s>", "</s>", "<|endoftext|>"], {"bos_token": None, "eos_token": "</s>"}, 1),
-        (["<pad>"], None, None),
+        (["<pad>", "<|endoftext|>"], {}, "<|endoftext|>", ""),
+        (["<pad>", "<s>"], {"bos_token": "<s>", "chat_template": "é"}, "<s>", ""),
+        (["<s>", "</s>"], {"bos_token": None, "eos_token": "</s>"}, "</s>", ""),
+        (["<pad>"], {}, "", ""),
+        (["<s>", "</s>"], {"bos_token": "<s>", "eos_token": "</s>"}, "<s>", "</s>"),
+        (["<s>", "</s>"], {"bos_token": "<s>", "eos_token": "<s>"}, "<s>", ""),
+        (["<s>"], {"bos_token": "<s>", "add_bos_token": True}, "<s>", ""),
     ],
 )
 def test_the_tokenizer_can_be_a_tokenizer_json(
-    special, settings, bos, tmp_path, data_folder, capsys
+    special, settings, start, end, tmp_path, data_folder, capsys
 ):
-    (tmp_path / "t.txt").write_text(TEXT)
-    theirs = write_tokenizer_json(tmp_path / "tok", special, settings)
+    """A document ends with eos if that is not what starts the next one."""
+    write_rows(tmp_path / "lines.jsonl", [f"text {i}" for i in range(100)])
+    theirs = byte_level(special)
+    files = {"tokenizer_config": settings} if settings else {}
+    write_tokenizer(tmp_path / "tok", theirs, **files)
     tokenizer = find_tokenizer(str(tmp_path / "tok/tokenizer.json"))
-    folder = prepare_text(tmp_path / "t.txt", "one", tokenizer=tokenizer)
-    assert ("note: no token separates documents" in capsys.readouterr().out) == (bos is None)
+    folder = prepare_text(tmp_path / "lines.jsonl", "one", tokenizer=tokenizer)
+    assert ("note: no token separates documents" in capsys.readouterr().out) == (not start)
     dataset = data.Dataset(folder)
-    assert (dataset.vocab_size, dataset.separator) == (260, bos)
-    ids = dataset.train.tokens[0].tolist()
-    separators = 0 if bos is None else 1
-    assert ids[separators:] == theirs.encode(TEXT[: int(len(TEXT) * 0.9)]).ids
+    ids = np.concatenate([dataset.train.tokens[0], dataset.val.tokens[0]])
+    text = "".join(map(theirs.id_to_token, ids.tolist()))
+    order = [int(number) for number in re.findall(r"Ġ(\d+)", text)]
+    assert sorted(order) == list(range(100))
+    assert text == "".join(f"{start}textĠ{i}{end}" for i in order)
+    bos = theirs.token_to_id(start)
+    assert (dataset.vocab_size, dataset.separator) == (theirs.get_vocab_size(), bos)
+    assert dataset.bos == (bos if "add_bos_token" in settings else None)
+    meta = json.loads((folder / "meta.json").read_text())
+    expected = theirs.token_to_id(settings.get("eos_token") or start)
+    assert meta["tokenizer"]["ends"] == ([] if expected is None else [expected])
     for file in (tmp_path / "tok").iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
 
     # the same as its folder
-    other = prepare_text(tmp_path / "t.txt", "two", tokenizer=find_tokenizer(str(tmp_path / "tok")))
+    tokenizer = find_tokenizer(str(tmp_path / "tok"))
+    other = prepare_text(tmp_path / "lines.jsonl", "two", tokenizer=tokenizer)
     assert data.Dataset(other).hash == dataset.hash
 
 

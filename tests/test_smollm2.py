@@ -14,14 +14,13 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE, assert_success, command_of, run_command
-from test_gguf_tokenizer import HARD_TEXT
+from makers import HARD_TEXT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import tokenizer_from_json
 from nanolong.chat import encode_chat
 from nanolong.run import find_checkpoint, read_meta
 
-pytest.importorskip("gguf", reason="these need the gguf package: pip install gguf")
 pytest.importorskip("accelerate", reason="transformers reads GGUF with it: pip install accelerate")
 
 REAL_FILE = os.environ.get("NANOLONG_SMOLLM2", "")
@@ -53,7 +52,7 @@ def test_a_conversation_is_encoded_as_transformers_does(real_run):
     theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer = tokenizer_from_json(read_meta(find_checkpoint(real_run / "run"))["tokenizer"])
     pairs = [("What is the capital of France?", ""), (" x<|im_end|>\n  é <b>&", "Be brief.\n")]
-    for message, system in [*pairs, (HARD_TEXT, "")]:
+    for message, system in [*pairs, (HARD_TEXT + "<|im_start|>user\n", "")]:
         turns = [{"role": "system", "content": system}] if system else []
         turns.append({"role": "user", "content": message})
         words = {"add_generation_prompt": True, "return_dict": False}

@@ -5,7 +5,6 @@ generator.
 """
 
 import functools
-import itertools
 import re
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from test_tokenizer import trained_bpe
 
 import data
-from data.tasks import KINDS, TooShort, least_length, make_document, make_documents
+from data.tasks import KINDS, TooShort, least_length, make_document
 from nanolong.errors import UserError
 
 BYTES = data.ByteTokenizer()
@@ -115,20 +114,3 @@ def test_a_vocabulary_that_cannot_write_documents_is_refused():
     letters = data.CharTokenizer("abcdefghijklmnopqrstuvwxyz .?")
     with pytest.raises(UserError, match="cannot write ' ... is \\d+.', which documents of tasks"):
         make_document("niah", letters, 300, 1, 1)
-
-
-def test_datasets_have_lengths_up_to_the_most_and_documents_of_their_own():
-    """Training, validation and evaluation have none in common."""
-    n = 300
-    made = make_documents({"nth": 1.0}, BYTES, BYTES.bos, 130, {"train": n, "val": n})
-    documents = {"train": [], "val": []}
-    for split, ids, scored in made:
-        documents[split].append(bytes(ids[1:].tolist()))
-        assert scored.sum() == 4  # a space and three digits
-    sizes = [len(x) for x in documents["train"]]  # tokens of the inputs: the last is no input
-    assert max(sizes) == 130 and min(sizes) < 110
-    asked = [bytes(make_document("nth", BYTES, 130, 130, i)[0].tolist()) for i in range(n)]
-    facts = [{re.findall(rb" \w+ is \d+", x)[0] for x in part} for part in documents.values()]
-    facts.append({re.findall(rb" \w+ is \d+", x)[0] for x in asked})
-    for one, two in itertools.combinations(facts, 2):
-        assert len(one & two) < 0.05 * n  # by chance
