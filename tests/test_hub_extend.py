@@ -301,7 +301,8 @@ KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 ABF = "--method=abf"
 # what is done to a folder, a word of the command line, and a part of the message
 WRONG = [
-    (None, "--method=self-extend", "no file has method 'self-extend'"),
+    (None, "--method=self-extend", "or for transformers nanolong.hub.attention"),
+    (None, "--method=drope", "no file has method 'drope'"),
     (None, "--method=yarm", "give --method=pi, yarn"),
     (None, "--method=dynamic-ntk", "use hf.py import and extend.py"),
     (None, "--factor=1", "does not extend the context"),
