@@ -27,16 +27,16 @@ PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
     "scripts": (SCRIPTS, 3450, "(11.2, 8.9)"),
     "kernels/": ("kernels/**/*.py kernels/README.md", 2650, "(15.1, 7.9)"),
     "data/": ("data/**/*.py", 2050, "(10.7, 6.0)"),
-    "nanolong/": ("nanolong/**/*.py", 7450, "(10.7, 5.3)"),
+    "nanolong/": ("nanolong/**/*.py", 7600, "(10.7, 5.3)"),
     "its HTML, JavaScript": ("nanolong/**/*.html nanolong/**/*.js", 100, ""),
     "product, Python": (
         f"{SCRIPTS} kernels/**/*.py data/**/*.py nanolong/**/*.py",
-        15450,
+        15600,
         "(11.7, 6.7)",
     ),
     "experiments/": ("experiments/**/*.py", 4050, "(12.0, 3.5)"),
     "examples/": ("examples/**/*.py", 500, "(13.2, 5.9)"),
-    "tests/": ("tests/**/*.py", 16150, "(11.9, 3.6)"),
+    "tests/": ("tests/**/*.py", 16300, "(11.9, 3.6)"),
 }
 
 

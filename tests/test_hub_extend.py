@@ -297,6 +297,7 @@ UNKNOWN += "llama3, longrope, or use hf.py import and extend.py"
 # message, and the target if it matters
 WRONG = [
     ("hf", None, "--method=dynamic-ntk", UNKNOWN),
+    ("hf", None, "--method=self-extend", "or for transformers nanolong.hub.attention"),
     ("hf", None, "--factor=1.001", "does not extend the context of 64"),
     ("hf", None, "--options=ramp=paper", "no file has ramp for method 'yarn'"),
     ("hf", None, "--options=beta_fast=0.5", "beta_slow must be below beta_fast"),

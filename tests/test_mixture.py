@@ -200,7 +200,7 @@ def test_a_run_on_a_mixture_is_recorded_resumed_scored_and_extended(
     words = [*TINY, f"--dataset={mixture}", "--gradient_accumulation_steps=4"]
     printed = assert_success(call(*train_it, *words)).stdout
     assert f"data: {text_data}, 1,229 tokens" in printed  # 0.3 of 8 x 4 x 4 x 32
-    assert f"data: {short}, 2,867 tokens (0.47 epochs); validation on 8 of" in printed
+    assert f"data: {short}, 2,867 tokens (0.47 of an epoch); validation on 8 of" in printed
     meta = read_meta(newest(out))
     assert meta["data_hash"] == ",".join(data.Dataset(name).hash for name in (text_data, short))
 

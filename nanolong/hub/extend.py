@@ -25,9 +25,10 @@ WINDOWS = {"sliding_attention", "chunked_attention"}
 def extend_to(source, target, method, factor, options):
     """Write a folder or a GGUF file of a longer context. Raises UserError, with nothing written."""
     problem = f"no file has method {method!r} in its settings"
-    require(
-        method in rope.TYPES, f"{problem}: give --method={', '.join(rope.TYPES)}, or {rope.HERE}"
-    )
+    repair = f"give --method={', '.join(rope.TYPES)}, or {rope.HERE}"
+    if method in rope_scaling.ATTENTION:
+        repair += ", or for transformers nanolong.hub.attention (docs/checkpoints.md)"
+    require(method in rope.TYPES, f"{problem}: {repair}")
     known = set(rope_scaling.OPTIONS[method]) - {"ramp", "length"}
     problem = f"no file has {', '.join(sorted(options.keys() - known))} for method {method!r}"
     names = ", ".join(sorted(known)) or "no options"
