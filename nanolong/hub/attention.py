@@ -5,8 +5,8 @@
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="jet-long")
 
 transformers hands over rotated queries and keys, as rope_scaling.py expects them. The original
-length is max_position_embeddings. When jet-long's group changes, model.py computes its cache again.
-transformers keeps its own: there, deeper layers have keys and values of the smaller group.
+length is max_position_embeddings. When jet-long's group changes, model.py computes its cache again,
+and transformers keeps keys and values of the old group (experiments/results/interchange.md).
 """
 
 import functools
