@@ -368,8 +368,9 @@ def compare(family, rope, folder, seed=0):
     differences = [difference(our_logits(model, tokens)), None, None]
     if rope not in ("dynamic", "longrope"):  # transformers' cache keeps keys of the older scale
         differences[1] = difference(our_logits(model, tokens, with_cache=True))
-    try:  # the comparison below is more than --verify's, which exports of our own models show
+    try:
         model = GPT.load(folder / "run", dtype=None)
+        # not verified, because the comparison below has more tokens; exports of our own models are
         quietly(export_to, model, folder / "exported", verify=False)
     except UserError as error:
         return differences, str(error)

@@ -290,7 +290,10 @@ def write_gguf(file, name="llama", edit=None, rope=None):
 
 
 def metadata(values, alignment=None):
-    """A function for edit: add or replace metadata; of a key given as None there is none."""
+    """A function for edit: add or replace metadata. A key given as None is left out.
+
+    alignment: alignment of the tensors in bytes, if it is not the default.
+    """
 
     def edit(writer, tensors):
         if alignment:

@@ -331,7 +331,7 @@ def test_a_source_is_read_as_transformers_reads_it(name, tmp_path):
     place, theirs = write(tmp_path)
     expected = theirs(TOKENS).logits
     assert expected.abs().max() > 0.5
-    # the test of families shows that folders are verified
+    # folders are verified in the test of families
     model, text = imported(place, tmp_path, verify=place.is_file())
     assert_close(our_logits(model, TOKENS), expected)
     assert {key: getattr(model.config, key) for key in settings} == settings

@@ -220,6 +220,7 @@ def test_text_that_looks_like_a_separator_is_noted(name, tmp_path, data_folder, 
         ("a.json", b'{\n "text": "a"\n}', "no JSON in line 1"),
         ("a.json", b'{"a": ' * 100_000, "no JSON in line 1"),
     ],
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, call):
     """A single file is refused, one of a folder is left out; --tokenizer=bytes takes the bytes."""
