@@ -87,10 +87,10 @@ class ExtendConfig(TrainConfig):
 
 
 LORA = ("lora", "lora_alpha", "lora_also")
-# The fine-tuning inherits these settings of the training, and has its own defaults for the rest.
+# The fine-tuning inherits settings of the training, and has its own defaults for the rest.
 INHERITED = "dataset optimizer lr_schedule beta1 beta2 grad_clip log_interval wandb device".split()
 INHERITED += "dtype checkpoint_activations deterministic seed".split()
-# With --keep_optimizer it also inherits these, because the training continues.
+# With --keep_optimizer it also inherits the following, because the training continues.
 KEPT = "max_iters learning_rate min_lr warmup_iters weight_decay min_doc separate_docs".split()
 KEPT += ["eval_interval", "eval_length", "compile", *LORA]
 
@@ -119,7 +119,7 @@ def run_defaults(given, paths):
 
 def default_out_dir(parent, asked, before):
     """Return RUN-yarn4, RUN-yarn4-beta_fast=16, RUN-yarn4-lora8 or, without training,
-    RUN-yarn4-zero. A folder that is extended again has the product of both factors.
+    RUN-yarn4-zero. A folder that is extended again has the product of the two factors.
 
     before: extension of the model, or None: out/rope-yarn4 extended by 2 is out/rope-yarn8.
     """
@@ -278,7 +278,7 @@ def texts_of(model, cfg):
 def print_lengths(model, cfg, is_default):
     """Print the context length before and after, and whether there is text as long.
 
-    is_default: whether nobody chose the method, so that the others are named.
+    is_default: whether nobody chose the method, so that the other methods are named.
     """
     config = model.config
     before = round(config.block_size / cfg.factor)
@@ -368,7 +368,7 @@ def main(argv=None):
         else:
             run.check_settings(model.folder, vars(model.config), vars(args.config), args.given)
             extend_model(model, cfg)
-        # Evaluate. Without training no dataset is opened, but one that is given.
+        # Evaluate. Without training only a dataset that is given is opened.
         losses = {}
         has_text = cfg.text or "dataset" in args.given or (cfg.max_iters and not cfg.resumes)
         if rank == 0:

@@ -113,7 +113,7 @@ class Attention(nn.Module):
             y, lse = scheme.attend(q, k, v, bias, self.layer, context, return_lse=True, **options)
             y = (y * torch.sigmoid(lse - self.sink_scores[:, None])[..., None]).to(y.dtype)
         y = y.transpose(1, 2)  # (B, T, H, D)
-        if self.gate is not None:  # one number for each head, or for each of its channels
+        if self.gate is not None:  # a number for each head, or for each channel of a head
             y = y * self.gate(x).sigmoid().view(B, T, y.shape[2], -1).to(y.dtype)
         # Concatenate the heads and project back.
         return self.o(y.reshape(B, T, -1))
@@ -182,7 +182,7 @@ class QueryScale(NamedTuple):
     nope_only: bool  # whether only layers without positions have the factor
     length: int = 0  # L in tokens (0: the original context length)
     coefficient: float = 0.1  # c of llama4
-    offset: int = 0  # o of llama4, added to positions; Llama 4 has 1, Ministral 3 has 0
+    offset: int = 0  # o of llama4, added to positions (Llama 4: 1, Ministral 3: 0)
 
 
 @dataclass
@@ -227,7 +227,7 @@ class GPTConfig:
     tie_embeddings: bool = True  # the output layer shares the embedding's weights
     embed_scale: float = 1.0  # multiplies the embeddings, not the output layer's weights (Gemma)
     attn_scale: float = 1.0  # multiplies the 1 / sqrt(head_dim) of the attention scores
-    # rope: the base in layers with a window, if others have no window (Gemma 3; 0: rope_base)
+    # rope: the base in layers with a window, if other layers have none (Gemma 3, 0: rope_base)
     rope_local_base: float = 0.0
     # rope: fraction of a head's channels that is rotated. The exponent runs over the rotated
     # channels only, as with partial_rotary_factor, and not over the head as in p-RoPE
@@ -290,7 +290,7 @@ class GPTConfig:
 
     @property
     def is_hybrid(self):
-        """Whether some layers have a window and others attend to the whole text."""
+        """Whether some layers have a window and some attend to the whole text."""
         return len({self.uses_window(layer) for layer in range(self.n_layer)}) == 2
 
     def read_query_scale(self) -> QueryScale | None:
@@ -496,7 +496,7 @@ class GPT(nn.Module):
 
         A second extension by the same method multiplies the factors. Another method is refused,
         because it would throw away frequencies that the weights were trained with, but for abf and
-        the methods that replace attention: these keep them. The method none counts as no extension.
+        the methods that replace attention, which keep them. The method none counts as no extension.
         Raises UserError, with nothing changed, for what the scheme cannot do.
 
         layers: "all", or "full": only layers without a window, in a model with RoPE that also has
@@ -513,7 +513,7 @@ class GPT(nn.Module):
             raise
 
     def extend_config(self, method, factor, layers, options):
-        """Return the context length in tokens and GPTConfig.extension after one more extension."""
+        """Return the context length in tokens and GPTConfig.extension after another extension."""
         config = self.config
         is_number = isinstance(factor, int | float) and 1 <= factor < math.inf
         require(is_number, f"factor={factor!r} does not extend the context: give at least 1")
@@ -553,7 +553,7 @@ class GPT(nn.Module):
         return length, extension
 
     def check_second_method(self, method, before):
-        """Raise UserError unless a method keeps the frequencies of the one before it."""
+        """Raise UserError unless a method keeps the frequencies of the method before it."""
         name = before["method"]
         keeps = method == "abf" or method in rope_scaling.ATTENTION
         is_fixed = name == "longrope" or not self.scheme.is_dynamic
@@ -608,10 +608,10 @@ class GPT(nn.Module):
         top_p:       keep the most likely tokens whose probabilities sum to this
         compiled:    compile the decoding step, on a GPU to a CUDA graph
         min_p:       keep tokens of at least this fraction of the highest probability
-        stop:        token ids that end a row: it yields its own, and then that one again, until
+        stop:        token ids that end a row: it yields its own id, and then this id again, until
                      all rows have ended
         """
-        from nanolong import inference  # here, because forward() needs none of it
+        from nanolong import inference  # here, because forward() does not need it
 
         sampling = inference.Sampling(temperature, top_k, top_p, min_p, generator)
         return inference.generate(self, tokens, max_new_tokens, sampling, compiled, stop)
@@ -661,7 +661,7 @@ class Context:
     write_index = valid_length = None  # set in a KVCache for steps of fixed shape
 
     def __init__(self):
-        self.n = 0  # tokens so far, the ones of this pass included
+        self.n = 0  # tokens so far, with the tokens of this pass
         self.pos = None  # position ids of the tokens of this pass, (T,) or (B, T)
         self.all_pos = None  # position ids of all tokens, (n,) or (B, n)
         self.docs = None  # document ids of all tokens, (B, n), or None
@@ -853,7 +853,7 @@ class NoPE(nn.Module):
         return None
 
     def attend(self, q, k, v, bias, layer, context, **options):
-        """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D).
+        """Attend from queries (B, H, T, D) to all keys, with the cached keys: (B, H, T, D).
 
         bias: result of bias(). options: window, sinks, scale and return_lse of kernels.attention().
         Called once a layer, because the cache keeps one k and one v for each: a scheme with two
@@ -923,7 +923,7 @@ class NoPE(nn.Module):
         require(rope_scaling.is_number(scale), f"scale={scale!r} is no number above 0: give one")
 
     def set_length(self, length):
-        """Set the tables for an input of this many tokens, cached ones included, before a forward
+        """Set the tables for an input of this many tokens, with the cached tokens, before a forward
         pass. Returns the version of the tables: a cache filled under another is refilled.
         """
         if self.is_dynamic:
@@ -1155,7 +1155,7 @@ class TransformerXL(RelativeVectors):
 class T5(NoPE):
     """A learned score by head and bucket of distances, shared by all layers (Raffel et al. 2020).
 
-    Half of the buckets hold one distance each, the others grow logarithmically to max_distance.
+    Half of the buckets hold one distance each, the rest grow logarithmically to max_distance.
     """
 
     methods = {"none": (), "pi": ()}
@@ -1277,7 +1277,7 @@ class RoPE(NoPE):
         self.attention_factor = 1.0  # cos and sin are multiplied by this
         self.register_constant("inv_freq", torch.zeros(self.rotary_dim // 2, dtype=torch.float64))
         self.under = None  # an extension whose frequencies stay under the last one
-        self.far = None  # FarKeys, if far keys are not rotated as near ones are
+        self.far = None  # FarKeys, if far keys are rotated otherwise than near keys
         self.local = None
         self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
 

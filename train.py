@@ -7,7 +7,7 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 A sequence is a function of (seed, its number in the run), so a run is the same on any number of
-processes, and one that was stopped resumes with the same bits.
+processes, and a stopped run resumes with the same bits.
 """
 # Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
 # loop, main. At most 580 lines.
@@ -45,7 +45,7 @@ class TrainConfig:
     max_iters: int = 1000  # training steps
     stop_at: int = 0  # end after this step, with the schedule of max_iters (0: after the last step)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW the rest
-    learning_rate: float = 3e-3  # peak learning rate, of both optimizers
+    learning_rate: float = 3e-3  # peak learning rate
     min_lr: float = 0.0  # final learning rate
     warmup_iters: int = 50  # steps of linear warmup
     # after the warmup. trapezoid: constant, then linear decay over the last 40 %
@@ -61,9 +61,9 @@ class TrainConfig:
     log_interval: int = 10  # steps between lines of log.jsonl
     wandb: str = ""  # also log to this Weights & Biases project
     # [system]
-    # Python files, each with one scheme of your own, to use as --pos=<name of the file>
+    # Python files, each with a scheme of your own, to use as --pos=<name of the file>
     entry: tuple[str, ...] = ()
-    out_dir: str = ""  # the run folder; by default out/<dataset>-<pos>
+    out_dir: str = ""  # the run folder, by default out/<dataset>-<pos>
     overwrite: bool = False  # rename the run in out_dir to NAME.old1, NAME.old2, ...
     # scratch, or resume: continue from the newest checkpoint of out_dir, or auto: resume if out_dir
     # has a checkpoint, or a run or checkpoint folder: start from its weights, with a new optimizer
@@ -73,7 +73,7 @@ class TrainConfig:
     # other GPUs)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     compile: bool | None = None  # torch.compile (auto: on a GPU, and on a CPU in a long run)
-    # the same bits at every run; false: what is faster, on a GPU with PyTorch's SDPA for attention
+    # the same bits at every run. false is faster: on a GPU PyTorch's SDPA then computes attention
     # without a bias, gates, documents or a window
     deterministic: bool = True
     checkpoint_activations: bool = False  # recompute blocks in the backward pass, to save memory
@@ -109,10 +109,10 @@ class TrainState:
     """The state of the loop. A checkpoint keeps it with the weights and moments."""
 
     step: int = 0
-    sequences: int = 0  # seen so far, and the number of the next one
+    sequences: int = 0  # seen so far, and the number of the next sequence
     tokens: int = 0  # seen so far
     loss_scale: float = 1.0  # float16 only
-    good_steps: int = 0  # float16 only: steps since one overflowed
+    good_steps: int = 0  # float16 only: steps since the last overflow
     kernels: str = ""  # implementation of attention, in words
 
 
@@ -152,7 +152,7 @@ class Batches:
     """The micro-batches of this process in order. The next is read while a GPU still computes.
 
     train_length: tokens of a sequence. max_position: position ids skip up to there, for PoSE
-    (skip-wise training, see extend.py; 0: no skips). first: number of the first sequence.
+    (skip-wise training, see extend.py, 0: no skips). first: number of the first sequence.
     """
 
     def __init__(self, dataset, model, cfg, train_length, max_position, first):
@@ -308,7 +308,7 @@ def update(optimizers, grads, grad_norm, to_mean, state, cfg):
 
 
 def check_finite(what, cfg, step, *numbers):
-    """Raise FloatingPointError if one of the numbers is not finite, after so many steps."""
+    """Raise FloatingPointError if a number is not finite, after so many steps."""
     if all(map(math.isfinite, numbers)):
         return
     if step == 0:  # because a user's scheme, or weights from elsewhere, may be wrong
@@ -366,7 +366,7 @@ def train(model: GPT, cfg: TrainConfig, train_length=0, max_position=0) -> dict:
             # From here on a stop signal finishes the step, and saves.
             with run.StopSignals() as stop:
                 last_eval = fit(forward, optimizers, batches, state, stop, shown)
-            # one may have come after the loop's last look
+            # A signal may have come after the loop's last look.
             stopped = parallel.any_process(stop)
             seconds = time.perf_counter() - shown.started
             return {**last_eval, "stopped": stopped, "last_step": state.step, "seconds": seconds}

@@ -32,7 +32,7 @@ class Sums(NamedTuple):
     n_targets: float  # scored targets
     loss: float  # their losses in nats
     text_loss: float  # the losses of targets that stand for text
-    n_bytes: float  # bytes of these; 0: unknown
+    n_bytes: float  # bytes of these targets (0: unknown)
 
 
 class Split:
@@ -41,7 +41,7 @@ class Split:
     A sequence of `length` targets lies within one file. bos: an id that is put before every
     sequence, because the first token of text is then a target (None: inputs start with a token of
     the text). What separates documents is a target. tokens: an array for each of the files, which
-    may occur several times, once for each document that was selected; None: all they hold.
+    may occur several times, once for each selected document (None: all tokens of the files).
     masked_file: the first file that has a mask, or None: see MaskedSplit.
     """
 
@@ -61,7 +61,7 @@ class Split:
         return sum(map(len, self.tokens))
 
     def n_sequences(self, length, offset=0):
-        """Count the sequences of each file, the first one starting at token `offset`: (files,)."""
+        """Count the sequences of each file from token `offset` on: (files,)."""
         usable = (len(tokens) - offset - self.extra_tokens for tokens in self.tokens)
         return np.array([max(0, n // length) for n in usable], np.int64)
 
@@ -98,7 +98,7 @@ class Split:
 
         An epoch visits each of its sequences once, in an order and from an offset that depend on
         (seed, epoch). All epochs have as many sequences as the largest offset leaves. A text that
-        is too short for one at that offset is not shifted.
+        is too short for a sequence at that offset is not shifted.
         """
         last_offset = length - 1 if sequence_ends(self, length, length - 1)[-1] else 0
         per_epoch = int(sequence_ends(self, length, last_offset)[-1])
@@ -143,7 +143,7 @@ class Split:
         return inputs, targets, positions
 
     def checked_tokens(self, file, start, stop):
-        """Read tokens of a file as int64. Raises LocalError for one outside the vocabulary."""
+        """Read tokens of a file as int64. Raises LocalError for an id outside the vocabulary."""
         tokens = np.asarray(self.tokens[file][start:stop], np.int64)
         if tokens.max() >= self.vocab_size:
             raise LocalError(
@@ -154,7 +154,7 @@ class Split:
 
 
 def join(splits):
-    """Make one Split with the files of several."""
+    """Make a Split with the files of several Splits."""
     files = [file for split in splits for file in split.files]
     tokens = [part for split in splits for part in split.tokens]
     joined = Split(files, splits[0].vocab_size, splits[0].bos, tokens)
@@ -165,8 +165,8 @@ def join(splits):
 class MaskedSplit(Split):
     """Token files with masks, which say where documents start and which targets are scored.
 
-    A sequence is a document, padded by inputs of 0 and targets of -1, or a part of a longer one. It
-    has a scored target. files, tokens, masks: an item for each document.
+    A sequence is a document, padded by inputs of 0 and targets of -1, or a part of a longer
+    document, and has a scored target. files, tokens, masks: an item for each document.
     """
 
     def __init__(self, files, vocab_size: int, bos: int | None):
@@ -269,7 +269,7 @@ class Text:
         return self.n_bytes / found if found else 1.0
 
     def is_text(self, y):
-        """Return which targets y stand for text: no token of a start or an end, and none of -1.
+        """Return which targets y stand for text: neither an end of a document, nor -1.
 
         Without a tokenizer, every id stands for text except the separator of documents.
         """
@@ -278,8 +278,8 @@ class Text:
         return (self.tokenizer.byte_lengths.take(y, mode="clip") > 0) & (y >= 0)
 
     def count_bytes(self, x, y, starts_file=False):
-        """Count the bytes of text of the targets y of sequences with inputs x, (B, T) each; 0 of
-        those that are not scored. None if they are unknown.
+        """Count the bytes of text of the targets y of sequences with inputs x, (B, T) each. Targets
+        that are not scored have 0. None if the bytes are unknown.
 
         starts_file: whether a sequence is the first of its file, (B,).
         """
@@ -419,7 +419,7 @@ class Dataset(Text):
         return self.weigh(found)
 
     def describe(self, n_tokens, train_length, n_val, val_length):
-        """List the lines that a run of n_tokens prints, one of each source, and one of documents
+        """List the lines that a run of n_tokens prints: a line for each source, and for documents
         that are too long for a sequence.
         """
         lines = []
@@ -460,7 +460,7 @@ class Dataset(Text):
         return tuple(None if column[0] is None else np.stack(column) for column in columns)
 
     def training_sequence(self, index, length, seed, max_position):
-        """Read sequence `index` of a training run: what batch() returns, of one sequence."""
+        """Read sequence `index` of a training run: what batch() returns, for a single sequence."""
         file, start = self.train.training_location(index, length, seed)
         if max_position:
             rng = generator(seed, index)
@@ -484,11 +484,11 @@ def open_dataset(name, bos=None):
 
 
 class Mixture(Dataset):
-    """Several datasets of one vocabulary, with the interface of one.
+    """Several datasets of the same vocabulary, with the interface of a dataset.
 
-    Sequence i of a run is sequence i of one of them, which (seed, i) chooses, each with its
-    probability: within an epoch of a dataset none is read twice. train and val have all their
-    files; hash is the sources' hashes, with commas.
+    Sequence i of a run is sequence i of a dataset that (seed, i) chooses, each with its
+    probability: no sequence is read twice in an epoch of a dataset. train and val have all their
+    files. hash is the sources' hashes, with commas.
     """
 
     sources = ()

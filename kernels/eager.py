@@ -35,7 +35,7 @@ SPLIT = 256
 def linear(x, weight, bias=None):
     """Compute x weight^T + bias: x (..., C), weight (N, C), bias (N,) or None.
 
-    Returns (..., N) in the dtype of autocast, or of the weight where there is none.
+    Returns (..., N) in the dtype of autocast, or of the weight without autocast.
     """
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         x = x.to(weight.dtype)  # because a model's norms may be wider than its matrices
@@ -120,7 +120,7 @@ def rope(q, k, cos, sin):
 
 
 def rotate(x, cos, sin):
-    """Rotate only queries or only keys (B, H, T, D), as rope() does both."""
+    """Rotate only queries or only keys (B, H, T, D), as rope() does."""
     if cos.dim() == 2:
         cos, sin = cos[None], sin[None]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (1 or B, 1, T, R/2)
@@ -244,7 +244,7 @@ def attend_in_chunks(attend_chunk, q, k, v, terms, scale, mask, length=None):
 
     attend_chunk: function of a chunk, which gets terms, the indices of its queries and its keys,
     and mask, options of visible_keys(). It returns a tuple: the output (B, H, n, D), and perhaps
-    the log-sum-exp. The others: arguments of attention().
+    the log-sum-exp. The rest are arguments of attention().
     """
     dtype = v.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -253,7 +253,7 @@ def attend_in_chunks(attend_chunk, q, k, v, terms, scale, mask, length=None):
     Tk = k.shape[2]
     size = max(1, min(Tq, MAX_SCORES // (B * H * Tk)))
     size = size if torch.compiler.is_compiling() else min(size, CHUNK)
-    # Keys after the last query are in its future, and others may be before all windows.
+    # Keys after the last query are in its future, and some keys may be before all windows.
     is_causal = mask.get("causal", True)
     has_window = mask.get("window") and not mask["sinks"]
     parts = []
@@ -348,7 +348,7 @@ def _attend_from_one_query(q, k, v, bias, gates, scale, mask, length, return_lse
     seen = visible_keys(query, key, **mask)
     added = _scores_to_add(query, key, bias, gates, seen, scores.dtype)
     scores = scores.masked_fill(~seen, -math.inf) if added is None else scores + added
-    # Values are split over products, because one of few rows can leave most of a GPU idle.
+    # Values are split over products, because a product of few rows can leave most of a GPU idle.
     n = SPLIT if Tk % SPLIT == 0 and v.is_contiguous() else Tk
     p = scores.softmax(-1).to(v.dtype).view(B * Hk, -1, Tk // n, n).transpose(1, 2)
     parts = _wide_product(p.reshape(-1, H // Hk, n), v.reshape(-1, n, D))
@@ -357,7 +357,7 @@ def _attend_from_one_query(q, k, v, bias, gates, scale, mask, length, return_lse
 
 
 def _wide_product(a, b):
-    """Multiply matrices (n, ., .) of 16 bits to float32, others in their dtype."""
+    """Multiply matrices (n, ., .) of 16 bits to float32, and of other dtypes to their own."""
     if a.dtype.itemsize > 2:
         return a @ b
     if a.is_cuda and torch.version.cuda:

@@ -48,7 +48,7 @@ def generate(model, tokens, max_new_tokens, sampling, compiled, stop):
 
 
 def until_stopped(steps, stop):
-    """Yield tokens (B, 1) until each row has had one of `stop`, int64 (n,), which it repeats."""
+    """Yield tokens (B, 1) until each row has had an id of `stop`, int64 (n,), which it repeats."""
     is_done = False
     before = None
     for tokens in steps:
@@ -149,7 +149,7 @@ def token_probabilities(logits, temperature, top_k, top_p, min_p):
         logits, token_ids = logits.sort(dim=-1, descending=True, stable=True)
     p = logits.softmax(-1)
     if top_p < 1:
-        mass = p.flip(-1).cumsum(-1).flip(-1)  # probability of a token and all less likely ones
+        mass = p.flip(-1).cumsum(-1).flip(-1)  # probability of a token and all less likely tokens
         is_left_out = mass <= 1 - top_p
         is_left_out[:, 0] = False  # because rounding may leave out all
         p = p.masked_fill(is_left_out, 0.0)

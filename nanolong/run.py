@@ -56,7 +56,7 @@ class Meta:
     sequences: int = 0  # seen in training, by the length of its last sequences
     tokens: int = 0  # seen in training, without pretraining_tokens
     loss_scale: float = 1.0  # float16 only
-    good_steps: int = 0  # float16 only: steps since one overflowed
+    good_steps: int = 0  # float16 only: steps since the last overflow
     kernels: str = ""  # implementation of attention, in words
     optimizer_numbers: list = field(default_factory=list)  # keys in optim.safetensors
     # the text
@@ -79,9 +79,9 @@ class Meta:
 
 
 def save_step(model, optimizers, cfg, dataset, **state):
-    """Write a checkpoint of training, in the first process, and remove those that are not kept.
+    """Write a checkpoint of training, in the first process, and remove older checkpoints.
 
-    Processes wait for each other. cfg: a TrainConfig; dataset: a Dataset; state: step, tokens and
+    Processes wait for each other. cfg: a TrainConfig. dataset: a Dataset. state: step, tokens and
     what else is to be restored.
     """
     moments, numbers = optimizer_state(model, optimizers)
@@ -104,8 +104,8 @@ def save_step(model, optimizers, cfg, dataset, **state):
 def save_model(model, folder, dtype=torch.float32, tensors=None, **meta):
     """Write a checkpoint folder. Raises UserError if it exists or cannot be written.
 
-    dtype: dtype of the weights in the file, float32 or bfloat16; tensors: file stem -> {name:
-    tensor}, by default model.weights() as model.safetensors; meta: fields of Meta, in front of
+    dtype: dtype of the weights in the file, float32 or bfloat16. tensors: file stem -> {name:
+    tensor}, by default model.weights() as model.safetensors. meta: fields of Meta, in front of
     model.meta, the fields that the model was loaded with.
     """
     tensors = {"model": model.weights(), **(tensors or {})}
@@ -117,7 +117,7 @@ def save_model(model, folder, dtype=torch.float32, tensors=None, **meta):
 def write_checkpoint(folder, tensors, meta):
     """Write into .tmp-*, sync it to disk, and publish it by one rename.
 
-    tensors: file stem -> {name: tensor}; meta: fields of Meta by name. Whenever the process ends,
+    tensors: file stem -> {name: tensor}. meta: fields of Meta by name. Whenever the process ends,
     the folder is whole or absent.
     """
     from safetensors import SafetensorError
@@ -214,7 +214,7 @@ def step_number(folder):
 def find_checkpoint(path, best=False):
     """The checkpoint that a run folder or a checkpoint folder stands for.
 
-    In a run folder it is the newest, or with best=True the one with the lowest validation loss.
+    In a run folder it is the newest, or with best=True the lowest in validation loss.
     Raises UserError if there is none.
     """
     path = Path(path)
@@ -486,7 +486,7 @@ def lock(folder):
             f"run any more, remove {file})"
         ) from None
     with held:
-        with contextlib.suppress(OSError):  # nor does it write one
+        with contextlib.suppress(OSError):  # and it writes no lock
             file.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         try:
             yield
