@@ -91,6 +91,7 @@ SAME = [
     ("llama", "default", 5, "pi", {}),
     ("llama", "default", 4, "abf", {"new_base": 2e6}),
     ("llama", "default", 4, "longrope", {"long_factor": LONG["long_factor"]}),
+    ("llama", "default", 4, "longrope", {**LONG, "attention_factor": 1.2}),
     ("llama", "llama3", 4, "llama3", {}),
     ("llama", "linear", 4, "pi", {}),
     ("llama", "yarn, options", 5, "yarn", {"attention_factor": 1.1}),
@@ -123,6 +124,8 @@ def test_an_extended_folder_computes_what_an_extended_import_does(
     assert before.keys() == after.keys() - ({"original_max_position_embeddings"} - before.keys())
     if family == "phi3" and form == 4:
         assert after["rope_scaling"].keys() == {"type", "long_factor", "short_factor"}
+    if method == "longrope" and "attention_factor" in options:  # vLLM reads these
+        assert after["rope_scaling"]["short_mscale"] == after["rope_scaling"]["long_mscale"] == 1.2
     assert weights(tmp_path / "out") == stored
 
 
@@ -135,6 +138,10 @@ def test_a_larger_base_keeps_the_scaling(rope, form, write, tmp_path):
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
     assert_close(found(TOKENS).logits, theirs(TOKENS).logits)
     assert found.config.max_position_embeddings == 8 * LENGTH
+    if rope == "longrope":  # sqrt(1 + ln 4 / ln 64), which programs compute of 8 times else
+        names = ("attention_factor", "short_mscale", "long_mscale")
+        factors = [found.config.rope_parameters[name] for name in names]
+        assert factors == pytest.approx([(4 / 3) ** 0.5] * 3)
 
 
 def test_the_files_of_a_hub_folder_are_linked(write, tmp_path, call):

@@ -26,6 +26,8 @@ TYPES = {"pi": "linear", "yarn": "yarn", "ntk": "default", "abf": "default"}
 TYPES |= {"llama3": "llama3", "longrope": "longrope"}
 ORIGINAL = "original_max_position_embeddings"
 HERE = "use hf.py import and extend.py"
+# vLLM reads the last two
+MSCALES = ("attention_factor", "short_mscale", "long_mscale")
 # names of the context length in tokens in some files; the last: tokenizer_config.json
 LENGTHS = ("max_sequence_length", "model_max_length", "tokenizer_model_max_length")
 LENGTHS += ("length_of_tokenizer",)
@@ -202,9 +204,8 @@ def candidates(config, scheme):
     ratio = max(config.block_size / length, 1.0)
     # mlx-lm multiplies by this factor, whatever is said here: the queries get the rest
     attention_factor = math.sqrt(1 + math.log(ratio) / math.log(length))
-    names = ("attention_factor", "short_mscale", "long_mscale")
     longrope = {"rope_type": "longrope", **base, "factor": ratio, "long_factor": table}
-    longrope |= {"short_factor": table} | dict.fromkeys(names, attention_factor)
+    longrope |= {"short_factor": table} | dict.fromkeys(MSCALES, attention_factor)
     if "short_factor" in options:  # two tables cannot be anything else
         yield longrope | {key: options[key] for key in OPTIONS["longrope"]}
         return
@@ -271,7 +272,11 @@ def make_plan(c, p, kind, dim, method, factor, options):
         kept = {"factor": before["factor"], ORIGINAL: original}
         # a file that lacks them has them by its length, which is another now
         kept = {} if known in ("none", "pi") else kept
-        return Plan({"rope_theta": new_base, **kept}, length, extended, dim, scaling)
+        plan = Plan({"rope_theta": new_base, **kept}, length, extended, dim, scaling)
+        if known == "longrope":
+            # elsewhere it follows the ratio of the lengths
+            plan.p.update(dict.fromkeys(MSCALES, plan.frequencies(length)[1]))
+        return plan
     require(
         known in ("none", method),
         f"it is extended already, by {known} and {before['factor']:g}, which {method} would "
@@ -285,6 +290,8 @@ def make_plan(c, p, kind, dim, method, factor, options):
         written = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | written
     if method == "longrope":
         written = {"short_factor": options["long_factor"]} | written
+        if "attention_factor" in options:
+            written |= dict.fromkeys(MSCALES, options["attention_factor"])
     if method != "pi" or ORIGINAL in p:
         written[ORIGINAL] = original
     return Plan(written, length, extended, dim, (method, base, original, total, options))
