@@ -336,16 +336,6 @@ def test_a_parameter_without_a_gradient_is_named(call, text_data, tmp_path):
     assert_refused(refused, "scheme.r1 gets no gradient", "--pos=nope")
 
 
-def test_the_losses_of_the_debug_preset_are_these(call, tmp_path):
-    """As they were at 2026-11-25, for a text that follows a rule."""
-    index = np.arange(20000)
-    splits = (index * index * factor // 64 % 57 for factor in (7, 11))
-    folder = write_dataset(tmp_path / "data", *splits)
-    words = [f"--dataset={folder}", f"--out_dir={tmp_path}/run", "--device=cpu", "--dtype=float32"]
-    assert_success(call("train.py", "config/debug.toml", *words))
-    assert logged(tmp_path / "run", "val_loss") == pytest.approx([5.5453, 4.8322, 4.5412], rel=1e-3)
-
-
 def test_the_seed_is_of_weights_batches_and_dropout(cfg, text_data):
     settings = cfg(seed=7)
     dataset = data.Dataset(text_data)
