@@ -248,6 +248,7 @@ def test_a_closed_terminal_saves(text_data, tmp_path):
 HANG_UP = """
 import os, signal
 from nanolong.run import StopSignals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # if the tests run under nohup
 with StopSignals() as stop:
     signal.raise_signal(signal.SIGHUP)
 raise SystemExit(os.isatty(1) + 2 * os.isatty(2) + 4 * (not stop))

@@ -327,7 +327,7 @@ def test_unsupported_arguments_are_rejected():
 # The model
 
 
-@pytest.mark.cases("kernels", slow=["plain formulas"])
+@pytest.mark.cases("kernels", slow=["scheme formulas"], exhaustive=["plain formulas"])
 def test_schemes_train_and_generate_with_the_kernels(case, rng, monkeypatch):
     """With the model's own dispatch and documents: loss, gradients and text are the reference's."""
     model = case.model(n_head=2, n_kv_head=1, head_dim=16)
