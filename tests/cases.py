@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import reference
 import torch
 
 from model import GPT, POSITIONS, GPTConfig
@@ -46,7 +47,8 @@ class Case:
         is_dynamic = "length" in OPTIONS.get(self.method, ()) or self.method == "dynamic-pi"
         counts = self.scheme.counts_indices() or self.method in ATTENTION
         derived = {
-            "formulas": self.pos not in OF_FILES,
+            "formulas": self.pos in POSITIONS or self.pos in reference.FILES,
+            "own": self.pos not in POSITIONS and self.pos not in reference.FILES,
             "scheme": not (self.settings or self.method),
             "plain": not self.method,
             "extended": self.method,
@@ -126,13 +128,13 @@ CASES = [
     Case("fox", {"output_gate": "channel"}, tags="lora"),
     Case("shaw", {"output_gate": "head"}),
     Case("rope", LOCAL),
-    Case("rope", {**W, "layer_pattern": "SFN", "n_layer": 3}),
+    Case("rope", {**W, "layer_pattern": "SFN", "n_layer": 3}, tags="traced"),
     Case("fox-rope", {"window": 6, "n_layer": 1}, tags="compile"),
     Case("rope", {"norm_eps": 0.1}),
     Case("t5", {"sink_scores": True}, tags="lora"),
     Case("rope", {"query_scale": "logn"}),
-    Case("rope", {"query_scale": "logn:3", **W}),
-    Case("rope", {"query_scale": "llama4", **W}),
+    Case("rope", {"query_scale": "logn:3", **W}, tags="traced"),
+    Case("rope", {"query_scale": "llama4", **W}, tags="traced"),
     Case("rope", {"query_scale": "logn@nope", "layer_pattern": "FN"}),
     Case("nope", {"query_scale": "llama4:4:0.3:1"}),
     # Every method of extension.
@@ -172,7 +174,11 @@ CASES = [
     Case("rope", {}, "dynamic-ntk", {"length": 48.0}),  # does not follow the text
     Case("rope", {"query_scale": "logn"}, "dynamic-ntk"),
     Case("rope", {"sink_scores": True}, "drope", {"scale": 1.3}),
-    Case("p_rope", {}, "dynamic-yarn"),
+    # RoPE of examples/schemes.
+    *(Case("p_rope", {}, method) for method in ("pi", "dynamic-yarn")),
+    *(Case("two_bases", {**W, "layer_pattern": "WF"}, m) for m in ("", "pi", "dynamic-ntk")),
+    Case("ssmax", W),
+    Case("ssmax", W, "pi"),
 ]
 
 

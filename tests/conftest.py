@@ -69,15 +69,18 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """Give a test the rows of cases.py that its mark asks for.
 
-    @pytest.mark.cases(tags): the rows with all of these tags. also, slow: lists of tags of more
-    rows, of which the slow ones are for --all.
+    @pytest.mark.cases(tags): the rows with all of these tags. also, slow, exhaustive: lists of tags
+    of more rows, by default, with --all, and with --exhaustive.
     """
     for mark in metafunc.definition.iter_markers("cases"):
         rows = cases.select(*mark.args)
-        for name, marks in (("also", ()), ("slow", pytest.mark.slow)):
-            more = [case for tags in mark.kwargs.get(name, ()) for case in cases.select(tags)]
-            more = [case for case in more if case not in rows]
-            rows += [pytest.param(case, marks=marks) for case in more]
+        seen = [*rows]
+        for name in ("also", "slow", "exhaustive"):
+            marks = () if name == "also" else getattr(pytest.mark, name)
+            for tags in mark.kwargs.get(name, ()):
+                more = [case for case in cases.select(tags) if case not in seen]
+                seen += more
+                rows += [pytest.param(case, marks=marks) for case in more]
         metafunc.parametrize("case", rows, ids=str)
 
 

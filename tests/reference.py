@@ -5,6 +5,7 @@ and is differentiable. The terms of the schemes are written from their papers, o
 time. A distance may be a fraction, as position interpolation makes it. w: the weights by name.
 """
 
+import copy
 import math
 
 import rope_formulas
@@ -160,6 +161,14 @@ def transformer_xl_keys(w, c, distance, layer):
     return (w["scheme.project"][layer] @ R).view(c.n_head, c.head_dim)
 
 
+def has_window(c, layer):
+    return c.layer_pattern[layer % len(c.layer_pattern)] in "WS"
+
+
+def has_positions(c, layer):
+    return c.layer_pattern[layer % len(c.layer_pattern)] in "FW"
+
+
 def quarters(c, length):
     """length / original length, rounded up to a quarter, and at least 1."""
     return max(4, math.ceil(4 * length / c.original_length)) / 4
@@ -170,7 +179,7 @@ def rope_turn(c, layer, pos):
     D = int(c.rope_fraction * c.head_dim)
     ext = c.extension or {"method": "none", "factor": 1.0, "options": {}}
     base, n = c.rope_base, int(pos.max()) + 1
-    if c.uses_window(layer):
+    if has_window(c, layer):
         base = c.rope_local_base or base
         if ext.get("layers") == "full":
             ext = {"method": "none", "factor": 1.0, "options": {}}
@@ -210,9 +219,27 @@ def terms(w, c, h, layer, pos):
     if c.pos in ("fox", "fox-rope"):  # log f_(j+1) + ... + log f_i (Lin et al. 2025)
         log_f = (h @ w["scheme.weight"][layer].T + w["scheme.gate_bias"][layer]).sigmoid().log()
         found["gates"] = torch.stack([log_f[:, : t + 1].sum(1) for t in range(T)], 2)
-    if c.pos in ("rope", "fox-rope"):
+    if c.pos in ("rope", "fox-rope", *FILES):
         found["turn"] = rope_turn(c, layer, pos)
     return found
+
+
+# Schemes of examples/schemes that are RoPE with other settings; SSMax scales queries, too.
+FILES = {
+    "p_rope": {"p_rope": 0.75},
+    "two_bases": {"rope_base": 1e6, "rope_local_base": 1e4},
+    "ssmax": {},
+}
+
+
+def settings_of(model):
+    """The GPTConfig of a model, or the one by which model.py has its scheme."""
+    c = copy.copy(model.config)
+    if c.pos in FILES:
+        vars(c).update(FILES[c.pos])
+        if c.pos == "two_bases" and c.extension:  # extends layers of full attention only
+            c.extension = {**c.extension, "layers": "full"}
+    return c
 
 
 # -----------------------------------------------------------------------------
@@ -232,15 +259,17 @@ def linear(x, w, name):
     return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
 
 
-def query_scale(c, layer, pos):
-    """The factor of queries by position, (T, 1) or 1."""
+def query_scale(w, c, layer, pos):
+    """The factor of queries by position, (T, 1) or (H, T, 1), or 1."""
     t = pos.double()[:, None]
-    n = (t + 1).clamp(max=c.window + c.sinks) if c.uses_window(layer) else t + 1
+    n = (t + 1).clamp(max=c.window + c.sinks) if has_window(c, layer) else t + 1
+    if c.pos == "ssmax":
+        return w["scheme.s"][layer][:, None, None] * n.log()
     text, _, layers = c.query_scale.partition("@")
     kind, *given = text.split(":")
     L, factor, offset = [*map(float, given), *(0.0, 0.1, 0.0)[len(given) :]]
     L = L or c.original_length
-    if layers == "nope" and c.uses_positions(layer):
+    if layers == "nope" and has_positions(c, layer):
         return 1
     if kind == "logn":
         return (n.log() / math.log(L)).clamp(min=1)
@@ -258,12 +287,12 @@ def attention_layer(c, w, name, h, layer, pos, maps):
             q = norm(q, w, f"{name}.q_norm", "rmsnorm", c.norm_eps)
             k = norm(k, w, f"{name}.k_norm", "rmsnorm", c.norm_eps)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    q = q * query_scale(c, layer, pos)
+    q = q * query_scale(w, c, layer, pos)
     ext = c.extension or {"method": "none", "options": {}}
     scale = ext["options"].get("scale", 1) if ext["method"] == "scale" else 1
     options = {"scale": scale * c.attn_scale / math.sqrt(D)}
-    options |= terms(w, c, h, layer, pos) if c.uses_positions(layer) else {}
-    if c.uses_window(layer):
+    options |= terms(w, c, h, layer, pos) if has_positions(c, layer) else {}
+    if has_window(c, layer):
         options |= {"window": c.window, "sinks": c.sinks}
     if c.sink_scores:
         options["sink_scores"] = w[f"{name}.sink_scores"]
@@ -300,7 +329,7 @@ def logits(model, tokens, pos=None, w=None, maps=None):
     w: weights in place of the model's; maps: a list, which gets the probabilities (B, H, T, T) of
     each layer.
     """
-    c, w = model.config, w or weights(model)
+    c, w = settings_of(model), w or weights(model)
     maps = [] if maps is None else maps
     pos = torch.arange(tokens.shape[1]) if pos is None else pos
     x = w["embed.weight"][tokens] * c.embed_scale

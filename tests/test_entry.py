@@ -1,5 +1,6 @@
 """Schemes from files: loading them, and using them in every script."""
 
+import contextlib
 import shlex
 import sys
 
@@ -110,32 +111,28 @@ def test_settings_that_the_scheme_does_not_use_are_noted_once(
             assert {line.removeprefix("note: ").split(":")[0] for line in found} == notes
 
 
+def write_scheme(folder, body):
+    """The file of a scheme with this body of its class."""
+    file = folder / "mine.py"
+    file.write_text(f"import torch\nfrom model import NoPE\nclass Mine(NoPE):\n    {body}\n")
+    return file
+
+
 @pytest.mark.parametrize(
-    ("hook", "result"),
+    "result",
     [
-        ("bias", "torch.zeros(H, n + 1)"),  # more distances than keys
-        ("bias", "torch.zeros(H, n, dtype=torch.float64)"),
-        ("bias", "[0.0] * H"),
+        "torch.zeros(4, context.n_keys + 1)",  # more distances than keys
+        "torch.zeros(4, context.n_keys, dtype=torch.float64)",
+        "[0.0] * 4",
+        "None",
     ],
 )
-def test_what_attention_cannot_take_is_refused(hook, result, tmp_path, make):
-    """The hook returns the result of an expression, and is refused; None is not."""
-    for text in (result, "None"):
-        POSITIONS.pop("wrong", None)
-        (tmp_path / "wrong.py").write_text(
-            "import torch\nfrom model import NoPE\nclass Wrong(NoPE):\n"
-            f"    def {hook}(self, x, layer, context):\n"
-            "        n = context.n_keys\n"
-            "        H, D = self.config.n_head, self.config.head_dim\n"
-            f"        return {text}\n"
-        )
-        load_entry(tmp_path / "wrong.py", POSITIONS)
-        model = make(pos="wrong", n_head=4)
-        if text == "None":
-            check_scheme(model)
-            return
-        with pytest.raises(UserError, match=rf"Wrong.{hook}\(x, layer, context\) must return None"):
-            check_scheme(model)
+def test_a_bias_that_attention_cannot_take_is_refused(result, tmp_path, make):
+    body = f"def bias(self, x, layer, context): return {result}"
+    load_entry(write_scheme(tmp_path, body), POSITIONS)
+    refused = pytest.raises(UserError, match=r"Mine.bias\(x, layer, context\) must return None")
+    with contextlib.nullcontext() if result == "None" else refused:
+        check_scheme(make(pos="mine", n_head=4))
 
 
 @pytest.mark.parametrize("pos", ["alibi", "t5", "fox"])  # slopes, a table, sums along the text
@@ -152,7 +149,7 @@ def test_stacked_queries_need_a_bias_that_is_stacked_alike(pos, make):
 
 
 @pytest.mark.parametrize(
-    ("attribute", "meant"),
+    ("body", "meant"),
     [
         ("def bais(self, n, layer): pass", "bias"),
         ("method = {}", "methods"),
@@ -160,10 +157,8 @@ def test_stacked_queries_need_a_bias_that_is_stacked_alike(pos, make):
         ("base = 500_000.0", ""),  # a number is not a misspelt bias()
     ],
 )
-def test_a_misspelt_hook_is_noted(attribute, meant, tmp_path, capfd):
-    source = f"from model import NoPE\n\n\nclass Mine(NoPE):\n    {attribute}\n"
-    (tmp_path / "mine.py").write_text(source)
-    load_entry(tmp_path / "mine.py", POSITIONS)
+def test_a_misspelt_hook_is_noted(body, meant, tmp_path, capfd):
+    load_entry(write_scheme(tmp_path, body), POSITIONS)
     noted = capfd.readouterr().err
     assert noted.endswith(f"is no hook: did you mean {meant}?\n") if meant else not noted
 
@@ -184,7 +179,5 @@ def test_a_misspelt_hook_is_noted(attribute, meant, tmp_path, capfd):
     ],
 )
 def test_a_hook_of_the_first_edition_is_refused_by_name(hook, problem, tmp_path):
-    source = f"from model import NoPE\nclass Mine(NoPE):\n    def {hook}: pass"
-    (tmp_path / "old.py").write_text(source)
     with pytest.raises(UserError, match=problem):
-        load_entry(tmp_path / "old.py", POSITIONS)
+        load_entry(write_scheme(tmp_path, f"def {hook}: pass"), POSITIONS)

@@ -1,4 +1,6 @@
-"""The position schemes of examples/schemes: their numbers, and each from training to sampling."""
+"""The position schemes of examples/schemes: numbers of those whose formulas reference.py has not,
+and each from training to sampling.
+"""
 
 import json
 import math
@@ -6,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reference
 import torch
 from conftest import ROOT, TINY, assert_success
 
@@ -14,50 +15,11 @@ from model import GPT, POSITIONS, GPTConfig
 from nanolong.entry import load_entries
 
 FILES = {file.stem: file for file in sorted((ROOT / "examples" / "schemes").glob("*.py"))}
-WINDOW = {"layer_pattern": "WF", "window": 6, "sinks": 2}
 
 
 @pytest.fixture(autouse=True)
 def schemes(entries_do_not_stay):
     load_entries(FILES.values(), POSITIONS)
-
-
-# -----------------------------------------------------------------------------
-# Numbers. Each of these is a model of model.py with certain settings, whose formulas reference.py
-# has.
-
-
-def test_two_bases_extend_the_full_layers_only(make):
-    """The first layer has a window, the second has none."""
-    tokens = torch.randint(0, 50, (1, 60))
-    bases = {"rope_base": 1e6, "rope_local_base": 1e4}
-    for method in ("none", "pi", "dynamic-ntk"):
-        model, expected = make(pos="two_bases", **WINDOW), make(**bases, **WINDOW)
-        for each in (model, expected):
-            each.extend(method, 4.0)
-        difference = model(tokens) - reference.logits(expected, tokens)
-        assert difference.abs().max() < 1e-4
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("settings", [{}, WINDOW], ids=str)
-def test_ssmax_multiplies_scores_by_s_log_n(settings, make):
-    """n counts the visible keys of a window with its sinks, too, and s is of a layer and head.
-
-    That is query_scale=logn:2, log n / log 2, times s log 2 in the queries.
-    """
-    model = make(pos="ssmax", **settings)
-    expected = make(query_scale="logn:2", **settings)
-    s = model.scheme.s * math.log(2)
-    assert s.shape == (2, 4)
-    for block, factors in zip(expected.blocks, s, strict=True):
-        block.attention.q.weight *= factors.repeat_interleave(8)[:, None]
-    tokens = torch.randint(0, 50, (1, 40))
-    for method in ("none", "pi"):
-        model.extend(method, 2.0)
-        expected.extend(method, 2.0, "all")  # layers with a window too, as a scheme of one's own
-        difference = model(tokens) - reference.logits(expected, tokens)
-        assert difference.abs().max() < 1e-4
 
 
 # -----------------------------------------------------------------------------
@@ -132,9 +94,15 @@ def test_one_layer_has_the_golden_numbers(case):
 # -----------------------------------------------------------------------------
 # From training to sampling.
 
+FIRST = ("linear_attention", "ssmax", "two_bases")
+
 
 @pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name",
+    # by default a state, parameters, and two kinds of layers; cases.py has all of them
+    [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in FILES],
+)
 def test_a_scheme_goes_from_training_to_sampling(name, call, text_data, tmp_path):
     """It is extended, scored, sampled, and loaded again."""
 

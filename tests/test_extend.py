@@ -48,7 +48,8 @@ def extend_run(call, tmp_path):
     """A function that runs extend.py; by default it writes the folder extended of tmp_path."""
 
     def extend_run(run, *words):
-        return call("extend.py", run, f"--out_dir={tmp_path}/extended", "--device=cpu", *words)
+        words = [f"--out_dir={tmp_path}/extended", "--device=cpu", "--max_tokens=512", *words]
+        return call("extend.py", run, *words)
 
     return extend_run
 
@@ -264,7 +265,7 @@ def test_the_fitted_scale_has_the_lowest_loss_of_all_candidates(save_run, extend
     text = tmp_path / "text.txt"
     text.write_bytes(TEXT[:960])
     run = save_run(pos="nope")
-    words = [run, "--method=scale", "--factor=1", "--max_iters=0"]
+    words = [run, "--method=scale", "--factor=1", "--max_iters=0", "--max_tokens=960"]
     assert_refused(extend_run(*words), "give --text, --dataset or a scale")
     done = assert_success(extend_run(*words, f"--text={text}"))
     fitted = GPT.load(tmp_path / "extended").config.extension["options"]["scale"]

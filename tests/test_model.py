@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 import data
 from model import GPT, POSITIONS, GPTConfig
-from nanolong.evaluation.attention_maps import attention_maps
 from nanolong.run import save_model
 
 # -----------------------------------------------------------------------------
@@ -56,28 +55,6 @@ def test_schemes_share_every_other_initial_weight():
 
 # -----------------------------------------------------------------------------
 # Kinds of layers, and what an extension changes in each.
-
-
-@pytest.mark.parametrize(
-    "settings, letters",
-    [
-        ({}, "FFFFF"),
-        ({"window": 6}, "WWWWW"),
-        ({"layer_pattern": "WWWF", "window": 6}, "WWWFW"),
-        ({"layer_pattern": "FWNS", "window": 6}, "FWNSF"),
-    ],
-    ids=str,
-)
-def test_the_layer_pattern_repeats_over_the_layers(settings, letters, make):
-    """Of equal tokens, attention differs only by a window and by positions."""
-    model = make(n_layer=5, **settings)
-    maps = attention_maps(model, torch.full((1, 20), 7))
-    for layer, letter in enumerate(letters):
-        weights = maps[layer][0, :, -1]  # of the last token
-        has_window = (weights[:, :14] == 0).all().item()
-        assert has_window == (letter in "WS"), layer
-        has_positions = (weights[:, 14:] - weights[:, -1:]).abs().max().item() > 1e-4
-        assert has_positions == (letter in "FW"), layer
 
 
 @pytest.mark.parametrize("first", ["auto", "full", "all"])

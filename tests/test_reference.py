@@ -34,7 +34,7 @@ def random_tokens(*shape):
 
 
 def test_every_scheme_and_method_is_a_row():
-    assert {case.pos for case in cases.select("scheme formulas")} == {*POSITIONS}
+    assert {case.pos for case in cases.select("scheme")} == {*cases.SCHEMES}
     for pos, scheme in POSITIONS.items():
         rows = {case.method for case in cases.CASES if case.pos == pos}
         is_own = pos == "rope" or "yarn" not in scheme.methods
@@ -77,6 +77,23 @@ def test_loss_and_gradients_are_those_of_the_formulas(case):
     for name, p in model.named_parameters():
         difference = (p.grad - gradients[name]).norm()
         assert difference <= 1e-5 * gradients[name].norm() + 1e-9, name
+
+
+@pytest.mark.cases("scheme own")
+def test_gradients_of_schemes_without_a_formula_are_differences(case):
+    """In float64, of each parameter along its gradient."""
+    model = case.model().double()
+    tokens, targets = random_tokens(2, 2, 16)
+    model(tokens, targets).backward()
+    for name, p in model.named_parameters():
+        direction, values = p.grad / p.grad.norm(), []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                p += step * direction
+                values.append(model(tokens, targets).item())
+                p -= step * direction
+        slope = (values[0] - values[1]) / 2e-5
+        assert slope == pytest.approx(p.grad.norm().item(), rel=1e-3, abs=1e-7), name
 
 
 @pytest.mark.cases("formulas gaps")
@@ -281,12 +298,12 @@ def test_constants_keep_their_dtype_and_are_not_saved(case):
     model = case.model()
     constants = {name: x for name, x in vars(model.scheme).items() if torch.is_tensor(x)}
     has_none = case.pos in ("nope", "learned", "shaw", "kerple", "kerple-power", "fox")
-    assert "formulas" not in case.tags or bool(constants) != has_none
+    assert case.pos in cases.OF_FILES or bool(constants) != has_none
     model.bfloat16()
     for name, tensor in constants.items():
         assert getattr(model.scheme, name).dtype == tensor.dtype
         assert torch.equal(getattr(model.scheme, name), tensor)
-    if case.pos not in ("alibi", "t5") and "formulas" in case.tags:
+    if case.pos not in ("alibi", "t5", *cases.OF_FILES):
         assert all(tensor.dtype == torch.float64 for tensor in constants.values())
     saved = {name for name in model.state_dict() if name.startswith("scheme.")}
     assert saved == {f"scheme.{name}" for name, _ in model.scheme.named_parameters()}
@@ -380,9 +397,9 @@ def test_compiled_steps_sample_the_same_tokens(case, compiled_graphs):
     assert len(compiled_graphs) == 1
 
 
-@pytest.mark.cases("compile", slow=["plain"])
+@pytest.mark.cases("compile", slow=["scheme", "traced"])
 def test_the_compiled_model_is_one_graph_with_the_same_gradients(case):
-    """Also of another length."""
+    """With --all also of another length, for which it is traced again."""
     model = case.model().double()
     tokens = random_tokens(2, 24)
     torch._dynamo.reset()
@@ -390,6 +407,8 @@ def test_the_compiled_model_is_one_graph_with_the_same_gradients(case):
     results = [loss_and_gradients(model, forward, tokens) for forward in (model, compiled)]
     # norms are other operators there
     torch.testing.assert_close(*results, rtol=1e-8, atol=1e-10)
+    if "compile" in case.tags:
+        return
     shorter = tokens[:, :13]
     expected = model(shorter, shorter)
     torch.testing.assert_close(compiled(shorter, shorter), expected, rtol=1e-8, atol=0)

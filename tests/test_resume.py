@@ -43,7 +43,6 @@ EXTEND = [
     "--method=yarn --factor=4",
     pytest.param("--method=drope --factor=2 --options=scale=fit", marks=slow),
     pytest.param("--pose=true --factor=2", marks=slow),
-    pytest.param("--factor=2 --keep_optimizer=true --max_iters=12", marks=slow),
 ]
 
 
@@ -70,8 +69,7 @@ def test_training_goes_on_with_the_same_bits(words, call, text_data, tmp_path):
 
 @pytest.mark.parametrize("words", EXTEND)
 def test_extending_goes_on_with_the_same_bits(words, call, text_data, tmp_path):
-    stop = ["--stop_at=8", "--max_iters=12"] if "keep_optimizer" in words else []
-    base = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/base", *stop]
+    base = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/base"]
     assert_success(call(*base))
     words = ["extend.py", tmp_path / "base", "--max_iters=6", "--eval_interval=2", *words.split()]
     words += ["--max_tokens=512"]
@@ -129,13 +127,14 @@ def test_kill_9_and_resume_is_bit_exact(call, rng, text_data, tmp_path):
     words = ["train.py", *TINY, "--max_iters=40", "--eval_interval=2", f"--dataset={text_data}"]
     assert_success(call(*words, f"--out_dir={tmp_path}/a"))
     b = tmp_path / "b"
+    words += ["--init_from=auto"]  # a new run at first
     process = start(*words, f"--out_dir={b}")
     wait_for(lambda: list_steps(b), process)
     time.sleep(rng.uniform(0, 0.1))
     process.kill()
     process.communicate()
     assert newest(b).name < "step-000040", "the run was over before"
-    assert_success(call(*words, f"--out_dir={b}", "--init_from=auto"))
+    assert_success(call(*words, f"--out_dir={b}"))
     assert_same_bits(tmp_path / "a", b)
     assert not list(b.glob(".tmp*"))
     assert len(list_steps(b)) <= 3
@@ -249,6 +248,7 @@ def test_a_closed_terminal_saves(text_data, tmp_path):
 HANG_UP = """
 import os, signal
 from nanolong.run import StopSignals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # if the tests run under nohup
 with StopSignals() as stop:
     signal.raise_signal(signal.SIGHUP)
 raise SystemExit(os.isatty(1) + 2 * os.isatty(2) + 4 * (not stop))
@@ -344,13 +344,6 @@ def test_another_batch_size_goes_on_with_the_next_sequence(
         seen += n
         meta = GPT.load(tmp_path / "run").meta
         assert (meta["sequences"], meta["tokens"]) == (seen, 32 * seen)
-
-
-def test_auto_starts_a_run_or_goes_on(call, words, tmp_path):
-    for max_iters in (4, 6):
-        assert_success(call(*words, f"--max_iters={max_iters}", "--init_from=auto"))
-        assert newest(tmp_path / "run").name == f"step-00000{max_iters}"
-    assert logged(tmp_path / "run", "step")[0] == 0
 
 
 def test_a_run_starts_from_the_weights_of_another(call, words, text_data, tmp_path):

@@ -5,13 +5,11 @@ import copy
 import pytest
 import rope_formulas
 import torch
-from conftest import ROOT
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_scaling
 from model import GPT, POSITIONS, GPTConfig, KVCache, RoPE
-from nanolong.entry import load_entry
 from nanolong.errors import UserError
 from rope_scaling import ATTENTION, METHODS, OPTIONS, far_keys
 
@@ -19,39 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 slow = pytest.mark.slow  # tracing takes seconds
 
 # -----------------------------------------------------------------------------
-# Frequencies, as ratios to plain RoPE at these pairs: for rotary_dim 64, base 10,000, an original
-# length of 1,024 and factor 4, unless the options have another factor.
-
-PAIRS = [0, 4, 5, 8, 12, 16, 18, 24, 31]
-RAMP = [1, 1, 1, 0.826923, 0.596154, 0.365385, 0.25, 0.25, 0.25]
-UNROUNDED_RAMP = [1, 1, 1, 0.853986, 0.604842, 0.355697, 0.25, 0.25, 0.25]
-RAMP_OF_THE_PAPER = [1, 1, 1, 0.6201, 0.350493, 0.265236, 0.25, 0.25, 0.25]
-NTK_4 = [1, 0.836209, 0.799638, 0.699245, 0.584715, 0.488944, 0.447112, 0.341892, 0.25]
-NTK_3 = [1, 0.867833, 0.837616, 0.753133, 0.653594, 0.56721, 0.528399, 0.427185, 0.333333]
-LLAMA3_8 = [1, 1, 1, 1, 1, 0.308676, 0.125, 0.125, 0.125]
-
-
-@pytest.mark.parametrize(
-    "method, options, ratios, attention_factor",
-    [
-        ("pi", {}, [0.25] * 9, 1),
-        ("ntk", {}, NTK_4, 1),
-        ("ntk-parts", {}, RAMP, 1),
-        ("ntk-parts", {"ramp": "paper"}, RAMP_OF_THE_PAPER, 1),
-        ("yarn", {}, RAMP, 1.138629),
-        ("yarn", {"truncate": False}, UNROUNDED_RAMP, 1.138629),
-        ("llama3", {"factor": 8.0}, LLAMA3_8, 1),
-        ("dynamic-ntk", {"factor": 2.0, "length": 2048}, NTK_3, 1),
-    ],
-    ids=str,
-)
-def test_frequencies_match_known_numbers(method, options, ratios, attention_factor):
-    options = {"factor": 4.0, **options}
-    inv_freq, actual_factor = METHODS[method](10000.0, 64, 1024, **options)
-    plain = 10000.0 ** -(torch.arange(0, 64, 2).double() / 64)
-    assert inv_freq.dtype == torch.float64
-    assert (inv_freq / plain)[PAIRS].tolist() == pytest.approx(ratios, abs=1e-6)
-    assert actual_factor == pytest.approx(attention_factor, abs=1e-6)
+# Frequencies. test_hub.py compares some of the methods with transformers.
 
 
 def test_ntk_lceg_has_the_bases_of_the_controlled_study():
@@ -172,23 +138,6 @@ def test_a_method_that_replaces_attention_is_refused_at_once(method, settings):
         model.extend(method, 2.0)
     assert model.config.extension is None
     assert torch.equal(model.rope_wavelengths(), before)
-
-
-@pytest.mark.parametrize("method", sorted(set(METHODS) - set(rope_scaling.ATTENTION)))
-@pytest.mark.usefixtures("entries_do_not_stay")
-@torch.no_grad()
-def test_a_scheme_of_ones_own_keeps_its_frequencies_at_every_length(method, make, tmp_path):
-    """p-RoPE rotates the first 3 of 4 pairs, as RoPE extended by the method at that length."""
-    load_entry(ROOT / "examples" / "schemes" / "p_rope.py", POSITIONS)
-    build(make, {"pos": "p_rope"}, method, 4, {}).save(tmp_path / "step-000001")
-    own = GPT.load(tmp_path)
-    rope = build(make, {"p_rope": 0.75}, method, 4, {})
-    tokens = torch.randint(0, 50, (1, 96))
-    for n in (5, 24, 25, 96, 24):
-        assert torch.equal(own(tokens[:, :n]), rope(tokens[:, :n])), n
-    cache = KVCache()
-    parts = [own(part, cache=cache) for part in tokens.split(7, 1)]
-    assert_close(parts[-1], rope(tokens)[:, -5:])
 
 
 @pytest.mark.parametrize("table", [torch.ones(4), torch.ones(3).double(), [1.0] * 4], ids=str)

@@ -229,23 +229,22 @@ def test_the_log_drops_what_comes_after_the_checkpoint(tmp_path):
 WRITER = """
 import sys, time
 from nanolong import run
-try:
-    with run.lock(sys.argv[1]):
-        print("locked", flush=True)
-        time.sleep(float(sys.argv[2]))
-except ValueError as error:
-    print(error)
+for seconds in sys.stdin:
+    try:
+        with run.lock(sys.argv[1]):
+            print("locked", flush=True)
+            time.sleep(float(seconds))
+    except ValueError as error:
+        print(error, flush=True)
 """
-
-
-def write_elsewhere(folder, seconds):
-    words = [sys.executable, "-c", WRITER, str(folder), str(seconds)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def test_a_run_folder_has_one_writer(folder):
     """The error of a second process names the first; kill -9 frees the lock; it can be nested."""
-    first = write_elsewhere(folder, 60)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    command = [sys.executable, "-c", WRITER, str(folder)]
+    first, second = (subprocess.Popen(command, **pipes, bufsize=1) for _ in range(2))
+    first.stdin.write("60\n")
     assert first.stdout.readline() == "locked\n"
     error = pytest.raises(UserError, match=f"process {first.pid} on .* writes to .*remove")
     with error, runs.lock(folder):
@@ -254,8 +253,9 @@ def test_a_run_folder_has_one_writer(folder):
     first.wait()
     with runs.lock(folder), runs.lock(folder):
         runs.move_aside(folder)
-        assert "writes to" in write_elsewhere(folder, 0).communicate()[0]
-    assert write_elsewhere(folder, 0).communicate()[0] == "locked\n"
+        second.stdin.write("0\n")
+        assert "writes to" in second.stdout.readline()
+    assert second.communicate("0\n")[0] == "locked\n"
 
 
 TWO_SIGNALS = """

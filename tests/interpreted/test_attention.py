@@ -29,8 +29,9 @@ from kernel_cases import (
 )
 
 import kernels
-from kernels import flash, rotary
+from kernels import check, flash, rotary
 from kernels import reference as definition
+from model import GPT, GPTConfig
 
 slow = pytest.mark.slow
 FACTORS = {
@@ -326,7 +327,7 @@ def test_unsupported_arguments_are_rejected():
 # The model
 
 
-@pytest.mark.cases("kernels", slow=["plain formulas"])
+@pytest.mark.cases("kernels", slow=["scheme formulas"], exhaustive=["plain formulas"])
 def test_schemes_train_and_generate_with_the_kernels(case, rng, monkeypatch):
     """With the model's own dispatch and documents: loss, gradients and text are the reference's."""
     model = case.model(n_head=2, n_kv_head=1, head_dim=16)
@@ -351,6 +352,23 @@ def test_schemes_train_and_generate_with_the_kernels(case, rng, monkeypatch):
     assert torch.equal(text, expected_text)
     for a, b in zip(numbers, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5 * b.abs().max().clamp(min=0.1))
+
+
+CHECKED = [("t5", {}, torch.bfloat16)]
+WINDOW = {"window": 50, "sinks": 4, "layer_pattern": "FW"}
+for dtype in (torch.bfloat16, torch.float32):
+    CHECKED += [(pos, WINDOW, dtype) for pos in ("rope", "t5", "fox")]
+
+
+@pytest.mark.parametrize("pos, settings, dtype", in_levels(CHECKED, n_fast=0, n_slow=2), ids=str)
+def test_the_check_before_the_first_call_passes(pos, settings, dtype):
+    """tests/test_check.py has the faults that have to be found."""
+    shape = {"n_head": 2, "n_kv_head": 1, "head_dim": 16}
+    model = GPT(GPTConfig(pos=pos, **shape, **settings))
+    try:
+        assert check.find_fault(model, torch.empty(0).device, dtype) == ""
+    finally:
+        kernels.use_triton(True)
 
 
 # -----------------------------------------------------------------------------
