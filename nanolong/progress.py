@@ -190,7 +190,7 @@ def report_end(GPT, cfg, result):
     folder = run.find_checkpoint(cfg.out_dir)
     took = f"after {tqdm.format_interval(result['seconds'])}"
     if result["stopped"]:
-        print(f"stopped {took} and saved {folder}: resume by the same command, --init_from=resume")
+        print(f"stopped and saved {folder} {took}: resume by the same command, --init_from=resume")
         return
     words = [cfg.out_dir, *([f"--entry={','.join(cfg.entry)}"] if cfg.entry else [])]
     print(f"saved {folder} {took}; sample from it with python sample.py {shlex.join(words)}")

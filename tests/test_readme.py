@@ -145,7 +145,7 @@ def test_the_commands_of_a_page_run_as_they_are_typed(page, call, reader):
             run_command(script, words, call, reader)
 
 
-@pytest.mark.parametrize("target", ["demo", "stages"])
+@pytest.mark.parametrize("target", ["demo", pytest.param("stages", marks=pytest.mark.slow)])
 def test_the_commands_of_make_run(target, call, reader):
     # this test may itself be run by make, which says then which folder it enters
     command = ["make", "--no-print-directory", "-n", "-o", ".venv/demo", target, "PY=python"]

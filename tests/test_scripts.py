@@ -55,7 +55,7 @@ def test_every_scheme_goes_from_training_to_sampling(pos, call, text_data, tmp_p
     words = ["--factor=2", "--max_iters=2", "--max_tokens=512", f"--out_dir={longer}"]
     if "yarn" not in POSITIONS[pos].methods:
         refused = call("extend.py", out, "--method=yarn", *words)
-        assert_refused(refused, f"--pos={pos}", f"--method={method}")
+        assert_refused(refused, f"unknown method of --pos={pos} 'yarn'", method)
     assert_success(call("extend.py", out, f"--method={method}", *words))
     assert_success(call("sample.py", longer, "--max_new_tokens=40"))
 
