@@ -271,3 +271,11 @@ def test_after_none_anything_follows_and_after_a_dynamic_method_nothing_else(mak
             model.extend(second, 2.0)
     with pytest.raises(UserError, match="leaves the context length at 48 tokens"):
         model.extend(first, 1.001)
+
+
+@pytest.mark.parametrize("method", ["jet-long", "dynamic-ntk"])
+def test_tables_that_follow_the_text_are_refused_in_compiled_decoding(method, make):
+    model = make(block_size=24)
+    model.extend(method, 4.0)
+    with pytest.raises(UserError, match="leave out --compile"):
+        next(model.generate([[1, 2]], 60, compiled=True))
