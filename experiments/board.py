@@ -17,8 +17,8 @@ ABOUT = (
 )
 NO_SIZES = ("budget", "dataset", "data")  # what run.py adds to the numbers of a budget
 RULE = (
-    "pass: the whole 95 % interval is on the claimed side of the bound. undecided: the interval "
-    "includes the bound. smaller: right sign, bound not reached. contradicted: wrong sign."
+    "pass: the 95 % interval is on the claimed side. undecided: it includes the bound. smaller: "
+    "bound not reached. contradicted: wrong sign."
 )
 
 # colours of figures
