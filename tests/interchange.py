@@ -190,6 +190,8 @@ def make_theirs(family, rope, seed=0, **changes):
     if model_type in ("gpt2", "bloom", "mpt"):
         fields = dict(FAMILIES[family])
     else:
+        # because they would win over the type of the case, which would then pass untested
+        assert not {"rope_scaling", "rope_parameters"} & FAMILIES[family].keys(), family
         fields |= rope_fields(model_type, fields, rope)
     torch.manual_seed(seed)
     # a copy, because the classes keep and change what they get

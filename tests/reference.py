@@ -221,6 +221,8 @@ def terms(w, c, h, layer, pos):
         found["gates"] = torch.stack([log_f[:, : t + 1].sum(1) for t in range(T)], 2)
     if c.pos in ("rope", "fox-rope", *FILES):
         found["turn"] = rope_turn(c, layer, pos)
+    known = found or c.pos in ("nope", "learned", "sinusoidal")
+    assert known, f"{c.pos} has no formula in tests/reference.py: add it to BIASES or terms()"
     return found
 
 

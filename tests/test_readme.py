@@ -194,7 +194,8 @@ def test_the_readme_is_short():
 
 def test_the_docs_are_short():
     pages = [page.read_text(encoding="utf-8").splitlines() for page in PAGES[2:]]
-    assert sum(map(len, pages)) <= 720
+    # rows of tables are free, because a new scheme, method or family needs one
+    assert sum(line[:1] != "|" for lines in pages for line in lines) <= 520
     texts = [line for lines in pages for line in lines if line[:1] != "|" and "](" not in line]
     assert max(map(len, texts)) <= 110
 
