@@ -99,6 +99,7 @@ SAME = [
     ("gemma3_text", "default", 4, "ntk", {}),
     ("gemma3_text", "yarn", 4, "yarn", {}),
     ("phi3", "longrope", 4, "longrope", {name: x[:3] for name, x in LONG.items()}),
+    ("phi3", "longrope", 4, "longrope", {}),
     ("phi3", "default", 5, "ntk", {}),
     ("ministral3", "default", 5, "pi", {}),
     ("gpt_neox", "default", 5, "ntk", {}),

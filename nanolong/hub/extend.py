@@ -33,8 +33,6 @@ def extend_to(source, target, method, factor, options):
     problem = f"no file has {', '.join(sorted(options.keys() - known))} for method {method!r}"
     names = ", ".join(sorted(known)) or "no options"
     require(known >= options.keys(), f"{problem}: give {names}, or {rope.HERE}")
-    is_complete = method != "longrope" or "long_factor" in options
-    require(is_complete, "method 'longrope' needs its long_factor: give --options=FILE.json")
     if Path(source).is_file():
         from nanolong.hub import gguf_extend  # needs the gguf package, and folders do not
 

@@ -283,6 +283,8 @@ def make_plan(c, p, kind, dim, method, factor, options):
         f"undo: give --method={known} or abf, or extend the checkpoint that it was made from",
     )
     options = keep_options(p, base, dim, before, options) | options
+    is_complete = method != "longrope" or options.get("long_factor")
+    require(is_complete, "method 'longrope' needs its long_factor: give --options=FILE.json")
     total = extended / original if method == "longrope" else before["factor"] * factor
     written = {"rope_type": TYPES[method], "factor": float(total), **options}
     # these have no defaults in transformers
