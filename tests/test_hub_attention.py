@@ -243,7 +243,7 @@ def test_a_module_runs_with_the_methods(tmp_path, monkeypatch, capsys):
     print_all = "import sys\nprint(sys.argv[1:], __name__, sys.path)"
     (tmp_path / "some_module.py").write_text(print_all)
     monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path), *sys.path])
-    for words in ([], ["--factor=4"], ["--factor=x", "some_module"], ["some_module", "--x"]):
+    for words in ([], ["--factor=4"], ["--factor=x", "some_module"], ["--factor=4", "absent"]):
         monkeypatch.setattr(sys, "argv", ["", *words])
         with pytest.raises(UserError, match="--factor=4 lm_eval"):
             attention.main()

@@ -4,15 +4,15 @@
     attention.register(factor=4)
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="jet-long")
 
-transformers hands over rotated queries and keys, as rope_scaling.py expects them. The original
-length is max_position_embeddings. When jet-long's group changes, model.py computes its cache again,
-and transformers keeps keys and values of the old group (experiments/results/interchange.md).
+The original length is max_position_embeddings. When jet-long's group changes, model.py computes its
+cache again, and transformers keeps the old one (experiments/results/maintainers/interchange.md).
 """
 
 import functools
 import runpy
 import sys
 import weakref
+from importlib.util import find_spec
 
 import torch
 from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
@@ -26,7 +26,7 @@ from nanolong.hub import rope
 from nanolong.hub.extend import find_rotary
 
 IGNORED = ("position_ids", "cache_position", "num_items_in_batch")  # tensors that change nothing
-NOT_COMPUTED = ("sliding_window", "softcap", "output_attentions", "cache")  # settings that would
+NOT_COMPUTED = "sliding_window softcap output_attentions cache dropout".split()  # they would
 layers = weakref.WeakKeyDictionary()  # attention module -> inverse frequencies, () without RoPE
 
 
@@ -90,13 +90,12 @@ def make_terms(far, inv_freq, n, device):
     return rope_scaling.Terms(far, inv_freq, tables, pos, by_index=True)
 
 
-def check_arguments(module, query, v, mask, scaling=None, dropout=0.0, is_causal=True, **others):
+def check_arguments(module, query, v, mask, scaling=None, is_causal=True, **others):
     """Raise UserError unless queries attend causally to a whole text, at positions 0, 1, ..."""
     name, n, n_keys = module.config.model_type, query.shape[2], v.shape[2]
     found = [x for x in others if torch.is_tensor(others[x]) and x not in IGNORED]
     found += [x for x in NOT_COMPUTED if others.get(x)]
     found += ["values of another size"] * (query.shape[-1] != v.shape[-1])
-    found += ["dropout"] * bool(dropout)
     is_causal = is_causal is not False and getattr(module, "is_causal", True)
     problem = f"a layer of {name} attends with {', '.join(found) or 'no causal mask'}"
     require(is_causal and not found, f"{problem}: use sdpa, another model, or model.eval()")
@@ -137,12 +136,13 @@ def find_frequencies(module, query):
 def main():
     """Register the methods, and run the module that is named, as python -m does."""
     name, _, factor = "".join(sys.argv[1:2]).partition("=")
-    is_complete = name == "--factor" and factor.isdecimal() and len(sys.argv) > 2
-    require(is_complete, "say python -m nanolong.hub.attention --factor=4 lm_eval --model hf ...")
-    register(int(factor))
-    del sys.argv[:2]
     # packages have the names of evaluate.py and others here
     sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
+    is_module = len(sys.argv) > 2 and find_spec(sys.argv[2])
+    usage = "say python -m nanolong.hub.attention --factor=4 lm_eval ..., with an installed module"
+    require(name == "--factor" and factor.isdecimal() and is_module, usage)
+    register(int(factor))
+    del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
