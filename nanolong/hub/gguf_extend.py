@@ -1,4 +1,4 @@
-"""Extend a GGUF file: its header is written anew, and the bytes of its tensors are copied."""
+"""Extend a GGUF file: write a new header, and copy the bytes of its tensors."""
 
 import math
 import shutil
