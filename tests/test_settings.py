@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import assert_refused, run_python
 
+import train
 from extend import ExtendConfig
 from model import GPTConfig
 from nanolong import errors, settings
@@ -154,6 +155,8 @@ def test_help_has_a_line_for_each_setting_with_its_default_and_comment(script, n
 def test_help_names_the_presets_that_fit(script, fitting, others, call):
     text = call(script, "--help").stdout
     assert all(word in text for word in fitting)
+    first = set(train.FIRST.split()) if script == "train.py" else set()
+    assert first <= set(re.findall(r"^  --(\w+)=", text, re.MULTILINE))
     assert not any(word in text for word in others)
 
 
